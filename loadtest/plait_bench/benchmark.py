@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from plait_bench.errors import BenchError, SystemFailed
+from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 from plait_bench.summary import percentile
 
 Say: TypeAlias = Callable[[str], None]
@@ -195,6 +195,14 @@ def cache_folder() -> Path:
     """Return the folder in the user's cache where models, packages and peers with environments of their own are
     kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait" / "bench"
+
+
+def published(data: Path | None, name: str) -> Path:
+    """Return a file or folder of the published data. Raises `SystemUnavailable` without it."""
+    if data is None or not (found := data / name).exists():
+        why = "give --data FOLDER, which has it" if data is None else f"not in {data}"
+        raise SystemUnavailable(f"{name}: {why}")
+    return found
 
 
 def cores() -> int:

@@ -3,8 +3,7 @@
 BenchError
 ├── SystemUnavailable  a system cannot run here (a library or model is missing); the other systems go on
 ├── SystemFailed       a system failed or its process died; the run ends
-├── Disagreement       two systems gave different results for the same request: they are not comparable
-└── RecordError        the checkout is not clean, or the results file cannot be read
+└── Disagreement       two systems gave different results for the same request: they are not comparable
 """
 
 from __future__ import annotations
@@ -24,7 +23,3 @@ class SystemFailed(BenchError):
 
 class Disagreement(BenchError):
     """Two systems gave different results for the same request."""
-
-
-class RecordError(BenchError):
-    """The checkout is not clean, or the results file cannot be read."""

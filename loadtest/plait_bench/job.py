@@ -11,7 +11,7 @@ from typing import Any
 
 from plait_bench import records
 from plait_bench.benchmark import Benchmark, Say
-from plait_bench.errors import BenchError, RecordError
+from plait_bench.errors import BenchError
 from plait_bench.host import BUSY_LOAD, ROOT, SLOW_WAKE_US, UNKNOWN, commit, host_facts
 from plait_bench.runner import TRIALS, RunPlan, joined, run
 
@@ -44,10 +44,9 @@ class BenchJob:
 
 def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`."""
-    if job.record:
-        _require_commit(job)
+    at = _commit(job)
     benchmark, plan = _prepared(job)
-    host, at = host_facts(), _commit(job)
+    host = host_facts()
     path = job.results or RESULTS / f"{job.name}.jsonl"
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     _warn(host, say)
@@ -55,9 +54,8 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     for part in run(benchmark, plan, say=say):
         parts.append(part)
         if job.record:
-            _require_commit(job)  # nobody changed it meanwhile
-            if _commit(job) != at:
-                raise RecordError(f"the checkout left commit {at} while it was measured: nothing more is recorded")
+            if _commit(job) != at:  # nor did anybody change it meanwhile
+                raise BenchError(f"the checkout left commit {at} while it was measured: nothing more is recorded")
             left_out = records.put(path, job.name, at, host, part.rows)
             say(f"recorded in {path}" + (f", but for {left_out} rows: the host was busy" if left_out else ""))
     return records.document(job.name, at, host, joined(parts))
@@ -80,17 +78,14 @@ def _prepared(job: BenchJob) -> tuple[Benchmark, RunPlan]:
 
 
 def _commit(job: BenchJob) -> str:
-    """Return the checkout's commit, or the one that was said to be copied here."""
+    """Return the checkout's commit, or the one that was said to be copied here. Raises `BenchError` if that cannot
+    be, or rows that are to be recorded could not name it."""
     found = commit(ROOT)
     if found != UNKNOWN and job.at:
         raise BenchError("--at is for a copy without git; this checkout knows its commit")
-    return job.at or found
-
-
-def _require_commit(job: BenchJob) -> None:
-    """Raise `RecordError` unless the rows can name the commit that they come from."""
-    if not job.at:
+    if job.record and not job.at:
         records.require_clean(ROOT)
+    return job.at or found
 
 
 def _warn(host: Mapping[str, Any], say: Say) -> None:

@@ -26,9 +26,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, readings, selected
+from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, published, readings, selected
 from plait_bench.commands import write_random_model
-from plait_bench.errors import SystemUnavailable
 from plait_serving.diffusion.models.switching import ModelDemand, Switch, next_switch
 from plait_serving.images.routing import ReplicaState, begins_in_s
 
@@ -39,7 +38,7 @@ _COUNT = 1000
 _BUSY = 0.4
 """The share of the time that the work takes: the trace's own peaks are two to three times its mean."""
 _PATIENCE = 5.0
-FILE = Path("genai-v2026") / "lora_request_trace.csv.gz"
+FILE = "genai-v2026/lora_request_trace.csv.gz"
 _USUAL_STEPS = 30.0
 """For the few rows without a number: what nine of ten requests ask for."""
 
@@ -59,9 +58,7 @@ class TracedRequest:
 
 def read_trace(data: Path | None) -> list[TracedRequest]:
     """Return the requests in the order of their arrival. Raises `SystemUnavailable` without the file."""
-    if data is None or not (data / FILE).is_file():
-        raise SystemUnavailable(f"models: give --data FOLDER, which has {FILE}")
-    with gzip.open(data / FILE, "rt", encoding="utf-8") as file:
+    with gzip.open(published(data, FILE), "rt", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["predict_status"] == "SUCCEED"]
     requests = [
         TracedRequest(

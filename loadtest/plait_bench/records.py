@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_bench.benchmark import RATIO, ResultRow
-from plait_bench.errors import RecordError
+from plait_bench.errors import BenchError
 from plait_bench.host import UNKNOWN, changes, commit
 from plait_bench.runner import BenchResult
 
@@ -29,21 +29,20 @@ _RUN = ("bench", "commit", "date", "host")
 
 
 def require_clean(root: Path) -> None:
-    """Raise `RecordError` unless the checkout is exactly its commit, so that recorded runs can be repeated."""
+    """Raise `BenchError` unless the checkout is exactly its commit, so that recorded runs can be repeated."""
     at = commit(root)
     if at == UNKNOWN:
-        raise RecordError(f"--record needs a git checkout, and {root} is none: a recorded row names its commit")
+        raise BenchError(f"--record needs a git checkout, and {root} is none: a recorded row names its commit")
     if found := changes(root):
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         names = ", ".join(found[:_NAMED]) + more
-        raise RecordError(f"--record needs a clean checkout; commit, stash or remove first: {names}")
+        raise BenchError(f"--record needs a clean checkout; commit, stash or remove first: {names}")
 
 
 def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:
     """Make the document of a result.
 
-    `ratios` are medians of pairwise ratios; their 20th and 80th percentiles are in `ratio_spreads`, those of each
-    round in `ratio_rounds`. `layouts`: the layout chosen for each system, and the readings of all its trials.
+    `ratios` are medians of pairwise ratios; their 20th and 80th percentiles are in `ratio_spreads`.
     """
     ratios = result.ratios
     written = {
@@ -53,8 +52,6 @@ def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResu
         "rows": [asdict(row) for row in result.rows if row.unit != RATIO],
         "ratios": {key: row.value for key, row in ratios.items()},
         "ratio_spreads": {key: {"p20": row.p20, "p80": row.p80, "n": row.n} for key, row in ratios.items()},
-        "ratio_rounds": {key: row.rounds for key, row in ratios.items()},
-        "layouts": [asdict(choice) for choice in result.choices],
         "left_out": result.left_out,
         "missed": result.missed,
     }
@@ -73,7 +70,7 @@ def _rounded(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read all rows, each with what is its run's; none if there is no file. Raises `RecordError`."""
+    """Read all rows, each with what is its run's; none if there is no file. Raises `BenchError`."""
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []
@@ -84,15 +81,16 @@ def read(path: Path) -> list[dict[str, Any]]:
             if "run" in found:
                 run = found["run"]
             else:
-                rows.append({**run, **found, "value": float(found["value"])})
+                float(found["value"])  # what is no row has none
+                rows.append({**run, **found})
         except (ValueError, KeyError) as error:
-            raise RecordError(f"{path}, line {number}: not a row of results ({error!r})") from error
+            raise BenchError(f"{path}, line {number}: not a row of results ({error!r})") from error
     return rows
 
 
 def put(path: Path, bench: str, commit: str, host: Mapping[str, Any], rows: Sequence[ResultRow]) -> int:
     """Write the rows that count in the place of older ones of the same workload, system and metric; return how many
-    did not count. Raises `RecordError` if the file cannot be read."""
+    did not count. Raises `BenchError` if the file cannot be read."""
     counted = [row for row in rows if not row.busy]
     run = {"bench": bench, "commit": commit, "date": host.get("date", ""), "host": dict(host)}
     new = [{**run, **_rounded(asdict(row))} for row in counted]

@@ -18,7 +18,7 @@ from typing import Any
 from plait_bench import records
 from plait_bench.benchmark import RATIO
 from plait_bench.errors import BenchError
-from plait_bench.host import PACKAGE_FOLDERS, ROOT, is_in_history
+from plait_bench.host import PACKAGE_FOLDERS, ROOT, history
 from plait_bench.job import RESULTS
 
 Record = Mapping[str, Any]
@@ -238,12 +238,12 @@ def with_tables(text: str, read: Read) -> str:
     return block.sub(filled, text)
 
 
-_is_known = cache(lambda commit: is_in_history(ROOT, commit))
+_history = cache(lambda: history(ROOT))
 
 
 def shown(bench: str) -> list[Record]:
     """Return the rows of a benchmark that may be shown."""
-    return [row for row in records.read(RESULTS / f"{bench}.jsonl") if _is_known(str(row["commit"]))]
+    return [row for row in records.read(RESULTS / f"{bench}.jsonl") if row["commit"] in _history()]
 
 
 def made() -> dict[Path, str]:

@@ -36,24 +36,12 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutChoice:
-    """A system's layout for a workload: what was tried, what each trial read, and which layout was best."""
-
-    workload: str
-    system: str
-    layout: str
-    metric: str
-    trials: Mapping[str, tuple[float, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """The result of a benchmark, or of one workload of it. `left_out`: why a system, or a workload, took no part;
     `missed`: what was promised and is not so."""
 
     rows: tuple[ResultRow, ...]
     left_out: Mapping[str, str]
-    choices: tuple[LayoutChoice, ...] = ()
     missed: tuple[str, ...] = ()
 
     @property
@@ -67,7 +55,6 @@ def joined(parts: Sequence[BenchResult]) -> BenchResult:
     return BenchResult(
         rows=tuple(row for part in parts for row in part.rows),
         left_out={name: why for part in parts for name, why in part.left_out.items()},
-        choices=tuple(choice for part in parts for choice in part.choices),
         missed=tuple(miss for part in parts for miss in part.missed),
     )
 
@@ -88,22 +75,23 @@ def run(
                 yield _Measuring(workload, plan, say, look, began).result()
 
 
-def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> LayoutChoice:
+def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> str:
     """Try each layout of the system `plan.trials` times and return the one with the best median.
 
     A single layout is not tried.
     """
     offered = workload.layouts(system)
-    tried: dict[str, tuple[float, ...]] = {}
-    for layout in offered if len(offered) > 1 else ():
+    if len(offered) == 1:
+        return offered[0]
+    medians: dict[str, float] = {}
+    for layout in offered:
         with workload.open(system, layout) as subject:
             subject.warm_up()
             values = [_deciding(workload, system, subject, number) for number in range(1, plan.trials + 1)]
-        tried[layout] = tuple(values)
+        medians[layout] = median(values)
         said = ", ".join(f"{value:.4g}" for value in values)
         say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding]}")
-    best = max(tried, key=lambda layout: median(tried[layout])) if tried else offered[0]
-    return LayoutChoice(workload=workload.name, system=system, layout=best, metric=workload.deciding, trials=tried)
+    return max(medians, key=lambda layout: medians[layout])
 
 
 def _deciding(workload: Workload, system: str, subject: Subject, number: int) -> float:
@@ -124,7 +112,7 @@ class _Measuring:
         self._began = began
         self._rounds = min(plan.rounds, workload.most_rounds or plan.rounds)
         self._left_out: dict[str, str] = {}
-        self._choices: dict[str, LayoutChoice] = {}
+        self._layouts: dict[str, str] = {}
         self._taken: dict[tuple[str, str, str], dict[int, Reading]] = {}
         self._seen: list[HostConditions] = []
 
@@ -145,9 +133,9 @@ class _Measuring:
                 self._round(number, subjects)
             others = self._workload.conclude()
         rows = tuple(map(self._marked, [*self._rows(), *others, *self._ratios()]))
-        is_whole = len(self._choices) == len(self._workload.systems)
+        is_whole = len(self._layouts) == len(self._workload.systems)
         missed = tuple(f"{self._workload.name}: {miss}" for miss in (self._workload.judge(rows) if is_whole else ()))
-        found = BenchResult(rows=rows, left_out=self._left_out, choices=tuple(self._choices.values()), missed=missed)
+        found = BenchResult(rows=rows, left_out=self._left_out, missed=missed)
         for key, row in found.ratios.items():
             self._say(f"{key} {row.value:.2f} (p20 {row.p20:.2f}, p80 {row.p80:.2f})")
         return found
@@ -156,12 +144,12 @@ class _Measuring:
         """Open the systems that take part, each in its best layout."""
         for system in filter(self._plan.takes, self._workload.systems):
             with self._leaving_out(system):
-                self._choices[system] = choose_layout(self._workload, system, self._plan, self._say)
+                self._layouts[system] = choose_layout(self._workload, system, self._plan, self._say)
         subjects: dict[str, Subject] = {}
-        for system, choice in self._choices.items():
+        for system, layout in self._layouts.items():
             with self._leaving_out(system):
-                subjects[system] = stack.enter_context(self._workload.open(system, choice.layout))
-        self._choices = {system: self._choices[system] for system in subjects}
+                subjects[system] = stack.enter_context(self._workload.open(system, layout))
+        self._layouts = {system: self._layouts[system] for system in subjects}
         return subjects
 
     @contextmanager
@@ -190,7 +178,7 @@ class _Measuring:
                 reading,
                 system=of,
                 workload=reading.workload or self._workload.name,
-                layout=reading.layout or (self._choices[of].layout if of in self._choices else ""),
+                layout=reading.layout or self._layouts.get(of, ""),
             )
             self._taken.setdefault((whole.workload, whole.system, whole.metric), {})[number] = whole
 

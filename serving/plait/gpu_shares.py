@@ -25,7 +25,6 @@ from plait.deployments import CONTROLNET_PREFIX, ENGINE, Deployment, worker_name
 from plait.errors import PlaitError, told
 from plait_deploy.errors import PlacementError
 from plait_deploy.placement.demands import task_of
-from plait_deploy.placement.policies.baselines import FirstFitPolicy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode
 from plait_serving.deployments import ray_internals
@@ -85,7 +84,7 @@ def with_gpus(config: ConfigT, cluster: ClusterState | None) -> ConfigT:
     for each in sorted(asked, key=lambda it: -(it.given or 0)):
         task = task_of(each.name, num_cpus=0, num_gpus=each.given or 0)
         for _ in range(each.replicas):
-            if (at := FirstFitPolicy().choose(cluster, task)) is None:
+            if (at := cluster.first_fit(task)) is None:
                 said = ", ".join(f"{it.name} {it.replicas} x {it.given:g}" for it in asked)
                 raise PlaitError(f"there are {total} GPUs, and num_gpus asks for more: {said}{_ADVICE}")
             cluster.place(task, at)

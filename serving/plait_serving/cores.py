@@ -4,8 +4,8 @@ A replica's core budget is its `num_cpus`, possibly a fraction: Ray places by it
 `threads` are a cap at or above the budget. Budgets are kept by nobody, so where the caps of a host's replicas exceed
 its cores, they share them: times measured there are those of that mixture, and reports call the host `shared`.
 
-Each replica declares its cap in a file of a folder that all of the host's replicas know; a file whose process has
-ended does not count.
+Each replica declares its cap in a file of a folder that all of the host's replicas know, beside their sockets; a file
+whose process has ended does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -33,6 +35,7 @@ CoreBudget = Annotated[
 KnobsT = TypeVar("KnobsT", bound=BaseModel)
 
 _PREFIX = "threads-"
+_SOCKET = re.compile(r"^[a-z]+-(\d+)-[0-9a-f]+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,17 @@ def cpu_threads(threads: int) -> int:
 def socket_folder() -> Path:
     """Return the folder for the sockets of this user's replicas, and for what they declare."""
     return Path(tempfile.gettempdir()) / f"plait-{os.geteuid()}"
+
+
+def remove_stale_sockets(folder: Path) -> None:
+    """Remove the sockets of replicas that were killed; a process that has ended may wait for its parent to take
+    note."""
+    for path in folder.glob("*-*-*"):
+        if match := _SOCKET.match(path.name):
+            with suppress(OSError):
+                if _state(int(match[1]))[0] not in ("Z", "X"):
+                    continue
+            path.unlink(missing_ok=True)
 
 
 def declare_thread_cap(threads: int) -> None:
@@ -103,5 +117,9 @@ def threads_of_host(folder: Path, *, cores: int) -> HostCores:
 def _started(pid: int) -> int:
     """Return when a process began, in clock ticks since the boot: a number is used again, but not with that. Raises
     `OSError` if there is none."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(_state(pid)[19])
+
+
+def _state(pid: int) -> list[str]:
+    """Return what the kernel says of a process, its state first. Raises `OSError` if there is none."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Benchmark
+from plait_bench.benchmark import Benchmark, Say
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import (
@@ -72,16 +72,23 @@ def run_on_fleets(
     max_open: int = 0,
     check: Callable[[ItemList, Mapping[str, Sequence[object]]], None] | None = None,
     look: Callable[[], HostConditions] = calm,
+    say: Say = lambda _: None,
 ) -> BenchResult:
-    """The whole benchmark, in silence. ``check``: results must be equal, unless said otherwise."""
+    """The whole benchmark. ``check``: results must be equal, unless said otherwise."""
     pool = FleetPool(systems, workloads, cores=cores, max_open=max_open, open_fleet=open_fleet)
     made = [OnFleets(items, pool, check or equal) for items in workloads]
-    return measured(Benchmark(workloads=tuple(made), session=pool.session), plan, look=look)
+    return measured(Benchmark(workloads=tuple(made), session=pool.session), plan, look=look, say=say)
 
 
-def measured(benchmark: Benchmark, plan: RunPlan, *, look: Callable[[], HostConditions] = calm) -> BenchResult:
+def measured(
+    benchmark: Benchmark,
+    plan: RunPlan,
+    *,
+    look: Callable[[], HostConditions] = calm,
+    say: Say = lambda _: None,
+) -> BenchResult:
     """The result of a benchmark on a host with nothing else to do."""
-    return joined(list(run(benchmark, plan, say=lambda _: None, look=look)))
+    return joined(list(run(benchmark, plan, say=say, look=look)))
 
 
 def equal(_: ItemList, results: Mapping[str, Sequence[object]]) -> None:

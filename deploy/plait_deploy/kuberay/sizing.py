@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from plait_deploy.errors import DeployError
 from plait_deploy.placement.demands import Reservation
-from plait_deploy.placement.policies.baselines import FirstFitPolicy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode
 
@@ -27,13 +26,13 @@ def pods_for(
     """
     replicas = list(_replicas(reservations, at_most=at_most))
     pod = ClusterNode(name=key, cpu_milli=cpus * WHOLE, memory_mib=memory_bytes >> 20, gpus=gpus)
-    state, policy, needed = ClusterState([pod] * max(1, len(replicas))), FirstFitPolicy(), 0
+    state, needed = ClusterState([pod] * max(1, len(replicas))), 0
     for one in replicas:
         if one.memory_bytes > memory_bytes:
             wants, has = f"{one.memory_bytes / 1e9:g} GB of tables", f"{memory_bytes / 1e9:.3g} GB"
             raise DeployError(f"a replica of {one.name} holds {wants}, and a pod of {key} has {has}: it fits no node")
         task = replace(one.demand().task, memory_mib=one.memory_bytes >> 20)
-        if (at := policy.choose(state, task)) is None:
+        if (at := state.first_fit(task)) is None:
             wants = f"{one.num_cpus:g} cores" + (f" and {one.num_gpus:g} GPUs" if one.num_gpus else "")
             has = f"{cpus}" + (f" and {gpus}" if one.num_gpus else "")
             raise DeployError(f"a replica of {one.name} wants {wants}, and a pod of {key} has {has}: it fits no node")

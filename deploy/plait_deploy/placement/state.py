@@ -89,6 +89,18 @@ class ClusterState:
             return (min(room)[1],)
         return tuple(device for device, free in enumerate(row) if free == WHOLE)[: task.gpus]
 
+    def roomy(self, task: Task) -> Ints:
+        """Return the nodes that the task fits now."""
+        return np.flatnonzero(self.fits(task, np.arange(len(self.nodes)), self.allows(task)))
+
+    def first_fit(self, task: Task) -> TaskPlacement | None:
+        """Return the first node in order that the task fits, with the devices that Ray would take; None without one."""
+        there = self.roomy(task)
+        if not there.size:
+            return None
+        node = int(there[0])
+        return TaskPlacement(node=node, devices=self.best_fit_devices(task, node))
+
     def place(self, task: Task, at: TaskPlacement) -> None:
         """Take what the task needs. Raises `TaskError`, and changes nothing, if it does not fit there."""
         node = at.node

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from plait_disagg.bounded import load_json, product
 from plait_disagg.tables.errors import BadTableFile
-from plait_fabric.bounded import load_json, product
 
 _PAGE_BYTES = 4096
 """The alignment of the data, so that rows whose size is a power of two do not straddle pages."""

@@ -30,6 +30,6 @@ def benchmark(*, only: Sequence[str] = (), data: Path | None = None, tables: Seq
     for family in ("negated", "shuffled"):
         made[synthetic.FAMILIES[family]].misled(made[synthetic.FAMILIES["cold"]])
     workloads = {"falcon": Searching("falcon", partial(falcon_suite, data)), **made}
-    for suite in recorded_suites(runs, SPACES) if own else ():
-        workloads[suite.name] = Searching(suite.name, partial(lambda known: known, suite))
+    suites = recorded_suites(runs, SPACES)
+    workloads |= {name: Searching(name, partial(suites.__getitem__, name)) for name in suites}
     return selected(workloads.values(), only)

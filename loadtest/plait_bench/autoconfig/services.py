@@ -35,8 +35,8 @@ from plait_autoconfig.objective import Objective, maximise, parse_objective
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of, pooled
-from plait_bench.benchmark import chosen
-from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.benchmark import chosen, published
+from plait_bench.errors import BenchError
 
 _METRIC, _COLUMN = "goodput_per_cost", "norm.(rps/budget)"
 _READ: dict[str, Callable[[str], Value]] = {
@@ -164,14 +164,12 @@ class TuningTask:
 class Suite:
     """A workload of the benchmark. `trials`: how many each search may use."""
 
-    name: str
     tasks: tuple[TuningTask, ...]
     trials: int
 
 
-def leave_one_out(services: Mapping[str, Service]) -> tuple[TuningTask, ...]:
-    """Make one task per service, with all other services as its library."""
-    runs = {name: service.as_run() for name, service in services.items()}
+def leave_one_out(services: Mapping[str, Service], runs: Mapping[str, LibraryRun]) -> tuple[TuningTask, ...]:
+    """Make one task per service, with the runs of all others as its library."""
     return tuple(
         TuningTask(service=service, library=tuple(run for other, run in runs.items() if other != name))
         for name, service in services.items()
@@ -181,15 +179,12 @@ def leave_one_out(services: Mapping[str, Service]) -> tuple[TuningTask, ...]:
 def falcon_suite(data: Path | None) -> Suite:
     """Return all 30 models, each with the 29 others as its library. Raises `SystemUnavailable` without the published
     tables, `BenchError` if they are not as published."""
-    if data is None:
-        raise SystemUnavailable("falcon needs the folder with the published tables (--data)")
-    if not (folder := data / "falcon").is_dir():
-        raise SystemUnavailable(f"falcon: {data} has no folder of that name")
+    folder = published(data, "falcon")
     paths = sorted(path for part in ("sources", "targets") for path in (folder / part).glob("reg-*.csv"))
     if not paths:
         raise BenchError(f"{folder} has no reg-*.csv")
     services = {path.stem.removeprefix("reg-"): _falcon_service(path) for path in paths}
-    return Suite(name="falcon", tasks=leave_one_out(services), trials=30)
+    return Suite(tasks=leave_one_out(services, {name: it.as_run() for name, it in services.items()}), trials=30)
 
 
 def _falcon_service(path: Path) -> Service:
@@ -209,23 +204,18 @@ def _falcon_service(path: Path) -> Service:
     )
 
 
-def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> list[Suite]:
-    """Make one workload, `own-SERVICE`, for each service with a complete run. `spaces`: by service.
+def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> dict[str, Suite]:
+    """Return the suite of each service with a complete run, by workload, `own-SERVICE`. `spaces`: by service.
 
     Raises `BenchError` naming the service or the run, and what is wrong with it.
     """
-    suites = []
+    suites: dict[str, Suite] = {}
     for service in chosen([run.service for run in recorded], tuple(spaces), "recorded service"):
         mine = {run.run_id: run for run in recorded if run.service == service}
-        known = {run_id: _own_service(run, spaces[service]) for run_id, run in mine.items()}
-        tasks = tuple(
-            TuningTask(service=own, library=tuple(run for other, run in mine.items() if other != run_id))
-            for run_id, own in known.items()
-            if own is not None
-        )
-        if tasks:
+        known = {it: own for it, run in mine.items() if (own := _own_service(run, spaces[service])) is not None}
+        if tasks := leave_one_out(known, mine):
             trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
-            suites.append(Suite(name=f"own-{service}", tasks=tasks, trials=trials))
+            suites[f"own-{service}"] = Suite(tasks=tasks, trials=trials)
     return suites
 
 

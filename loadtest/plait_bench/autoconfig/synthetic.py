@@ -25,7 +25,7 @@ from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import GOODPUT_PER_COST, Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
-from plait_bench.autoconfig.services import Service, Suite, TuningTask
+from plait_bench.autoconfig.services import Service, Suite, leave_one_out
 
 FAMILIES = {
     family: f"synthetic-{family}".removesuffix("-")
@@ -132,12 +132,9 @@ def suite(family: str = "") -> Suite:
         past = [_upside_down(each) for each in drawn]
     if family == "shuffled":
         past = [_shuffled(each, rng) for each in drawn]
-    runs = [_remembered(each, rng, _GLITCHES if family == "glitch" else 0.0) for each in past]
-    tasks = tuple(
-        TuningTask(service=each, library=() if family == "cold" else (*runs[:own], *runs[own + 1 :]))
-        for own, each in enumerate(drawn)
-    )
-    return Suite(name=FAMILIES[family], tasks=tasks, trials=_TRIALS)
+    runs = {it.context.service: _remembered(it, rng, _GLITCHES if family == "glitch" else 0.0) for it in past}
+    known = {it.context.service: it for it in drawn}
+    return Suite(tasks=leave_one_out(known, {} if family == "cold" else runs), trials=_TRIALS)
 
 
 def _remembered(service: Service, rng: np.random.Generator, glitches: float) -> LibraryRun:

@@ -8,7 +8,7 @@ reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -38,39 +38,29 @@ class Throughput(Workload):
         self._target = memoryview(bytearray(SOURCE_BYTES))
 
     def take(self, system: str, number: int) -> list[Reading]:
-        """Time all passes, after one that touches the pages."""
-        if system == "plait":
-            seconds, layout = _sent_s(self._pieces, self._checksum)
-        else:
-            seconds, layout = _copy_s(self._pieces, self._target), ""
+        """Time all passes, after one that touches the pages; with a remark on the cores that were used."""
+        if system == "memcpy":
+            return self._timed(self._copy)
+        with channel_to("drain") as (channel, pid), on_separate_cores(pid) as layout:
+            return self._timed(lambda passes: self._send(channel, passes), layout)
+
+    def _timed(self, run: Callable[[int], None], layout: str = "") -> list[Reading]:
+        run(1)
+        started_s = time.perf_counter()
+        run(_PASSES)
+        seconds = time.perf_counter() - started_s
         return readings({"gb_per_s": _PASSES * SOURCE_BYTES / seconds / 1e9}, layout=layout)
 
+    def _copy(self, passes: int) -> None:
+        for _ in range(passes):
+            for place, piece in enumerate(self._pieces):
+                copy_bytes(self._target[place * MESSAGE_BYTES : (place + 1) * MESSAGE_BYTES], piece)
 
-def _copy_s(pieces: list[memoryview], target: memoryview) -> float:
-    """Time all passes, after one that touches the pages."""
-    started_s = 0.0
-    for number in range(_PASSES + 1):
-        if number == 1:
-            started_s = time.perf_counter()
-        for place, piece in enumerate(pieces):
-            copy_bytes(target[place * MESSAGE_BYTES : (place + 1) * MESSAGE_BYTES], piece)
-    return time.perf_counter() - started_s
-
-
-def _sent_s(pieces: list[memoryview], checksum: int) -> tuple[float, str]:
-    """Time all passes, after one that touches the pages; also return a remark on the cores used."""
-    with channel_to("drain") as (channel, pid), on_separate_cores(pid) as layout:
-        _send_all(channel, pieces, 1, checksum)
-        started_s = time.perf_counter()
-        _send_all(channel, pieces, _PASSES, checksum)
-        return time.perf_counter() - started_s, layout
-
-
-def _send_all(channel: Channel, pieces: list[memoryview], passes: int, checksum: int) -> None:
-    for _ in range(passes):
-        for piece in pieces:
-            channel.send({}, [piece])
-    channel.send({"end": True})
-    with channel.recv(WAIT_S) as answer:
-        if answer.header != {"bytes": passes * SOURCE_BYTES, "sum": passes * checksum % 2**64}:
-            raise BenchError("the receiver did not read what was sent")
+    def _send(self, channel: Channel, passes: int) -> None:
+        for _ in range(passes):
+            for piece in self._pieces:
+                channel.send({}, [piece])
+        channel.send({"end": True})
+        with channel.recv(WAIT_S) as answer:
+            if answer.header != {"bytes": passes * SOURCE_BYTES, "sum": passes * self._checksum % 2**64}:
+                raise BenchError("the receiver did not read what was sent")

@@ -73,8 +73,8 @@ class ImageSize:
 
     `base`: its folder; `family`: the architecture to write there if it is missing ("" if models are not written);
     `controlnets`: folders by name. `steps` of an image, `warm_up_steps` of one that only touches everything.
-    `lora_sets`: the sets that requests name. `max_processes` of a system, and `max_open` systems (0: all), are what a
-    host with 24 GiB can hold. `images`: how many orders a workload has, where they are fewer than the starter's.
+    `lora_sets`: the sets that requests name. `max_open`: the processes with a model, and the open systems, that a host
+    with 24 GiB can hold (0: all). `images`: how many orders a workload has, where they are fewer than the starter's.
     `settle_s`: how long each system has the load of a workload before it is measured; it adapts to it in that time.
     `is_transformer`: it is measured in the one dtype that pays on the CPU, in bfloat16 at 512 pixels, and nothing is
     converted for it. `words`: what `plait models random` is told beside the architecture.
@@ -83,12 +83,11 @@ class ImageSize:
     name: str
     base: str
     steps: int
-    warm_up_steps: int
-    lora_sets: tuple[LoraSet, ...]
     workloads: tuple[str, ...]
     controlnets: Mapping[str, str]
+    lora_sets: tuple[LoraSet, ...] = _REAL_SETS
+    warm_up_steps: int = 1
     family: str = ""
-    max_processes: int = 2
     max_open: int = 0
     images: Mapping[str, int] = field(default_factory=dict)
     settle_s: float = 60.0
@@ -119,15 +118,12 @@ SIZES: Mapping[str, ImageSize] = {
                 "distinct16",
             ),
             controlnets={"edges": "controlnets/edges", "colors": "controlnets/colors"},
-            max_processes=4,
         ),
         ImageSize(
             name="sd15",
             base="sd15",
             family="sd15",
             steps=4,
-            warm_up_steps=1,
-            lora_sets=_REAL_SETS,
             workloads=(START, "single", "controlnet", "controlnet-service", "lora", "same4", "mixed4"),
             controlnets={"edges": "sd15-controlnet"},
             max_open=2,
@@ -138,11 +134,8 @@ SIZES: Mapping[str, ImageSize] = {
             base="sdxl",
             family="sdxl",
             steps=2,
-            warm_up_steps=1,
-            lora_sets=_REAL_SETS,
             workloads=(START, "single", "controlnet", "lora"),
             controlnets={"edges": "sdxl-controlnet"},
-            max_processes=1,
             max_open=1,
             images={"single": 1, "controlnet": 1, "lora": 2},
         ),
@@ -152,11 +145,8 @@ SIZES: Mapping[str, ImageSize] = {
             family="sd3.5-medium",
             words=("--no-t5", "--dtype", "bfloat16"),
             steps=2,
-            warm_up_steps=1,
-            lora_sets=_REAL_SETS,
             workloads=(START, "single", "same4", "mixed4"),
             controlnets={},
-            max_processes=1,
             max_open=1,
             images={"single": 1},
             is_transformer=True,
@@ -240,7 +230,7 @@ def workload(name: str, variety: Variety | None = None) -> ItemList:
         warm_up=tuple(replace(order, steps=warm_up_steps) for order in orders),
         one_by_one=one_by_one,
         trial_items=1 if one_by_one and size.family else 0,
-        max_processes=1 if variety.on_gpu else size.max_processes,
+        max_processes=1 if variety.on_gpu else size.max_open or 4,
         is_wide=variety.on_gpu or bool(size.family),  # no model of real size is faster on fewer cores than there are
         settle_s=0.0 if variety.on_gpu else size.settle_s,
     )

@@ -42,7 +42,7 @@ class NoopWorkload(Workload):
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the numbers of callers. Raises `SystemUnavailable` if the generator is not installed."""
         if system not in self._made:
-            self._made[system] = CONTENDERS[system](self._server)
+            self._made[system] = CONTENDERS[system](self._server, self._say)
         return self._made[system].layouts
 
     @contextmanager
@@ -54,6 +54,4 @@ class NoopWorkload(Workload):
             window = generator.take(layout, seconds)
             return readings({"requests_per_s": window.per_s, "cpu_s_per_1000": window.cpu_s_per_1000})
 
-        yield Subject(
-            lambda _: taken(_ROUND_S), warm_up=lambda: generator.prepare(self._say), trial=lambda _: taken(TRIAL_S)
-        )
+        yield Subject(lambda _: taken(_ROUND_S), trial=lambda _: taken(TRIAL_S))

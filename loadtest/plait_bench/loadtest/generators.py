@@ -104,25 +104,18 @@ def hold(attempt: Callable[[float], GeneratorTrial], rate_per_s: float) -> Gener
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
     """A load generator: the names of its layouts, and what loads the server in one of them for so many seconds, which
-    raises `SystemFailed`. `prepare(say)` is called before that."""
+    raises `SystemFailed`."""
 
     layouts: tuple[str, ...]
     take: Callable[[str, float], ThroughputWindow]
-    prepare: Callable[[Say], object] = lambda _: None
 
 
-def plait(server: NoopServer) -> Generator:
-    """Return ours, which holds the highest rate that it keeps; that is found once."""
-    found: list[float] = []
-
-    def prepare(say: Say) -> None:
-        if not found:
-            found.append(highest_rate(partial(try_rate, server, seconds=TRIAL_S), say=say))
-
+def plait(server: NoopServer, say: Say) -> Generator:
+    """Return ours, which holds the highest rate that it keeps; that is found once, now."""
+    highest_per_s = highest_rate(partial(try_rate, server, seconds=TRIAL_S), say=say)
     return Generator(
         layouts=(f"{_PROCESSES} processes, open loop",),
-        take=lambda _, seconds: hold(partial(try_rate, server, seconds=seconds), found[0]).window,
-        prepare=prepare,
+        take=lambda _, seconds: hold(partial(try_rate, server, seconds=seconds), highest_per_s).window,
     )
 
 
@@ -137,7 +130,7 @@ def closed_loop(server: NoopServer, command: Callable[[int, int], list[str]], *,
     return Generator(layouts=tuple(callers), take=take)
 
 
-def locust(server: NoopServer) -> Generator:
+def locust(server: NoopServer, _: Say) -> Generator:
     """Return Locust in a virtual environment of its own. Raises `SystemUnavailable`."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +146,7 @@ def locust(server: NoopServer) -> Generator:
     return closed_loop(server, command, settle_s=3.0)  # users start within the first second; then the rate is steady
 
 
-def wrk(server: NoopServer) -> Generator:
+def wrk(server: NoopServer, _: Say) -> Generator:
     """Return the wrk on PATH (Debian: `apt install wrk`). Raises `SystemUnavailable`."""
     if (program := shutil.which("wrk")) is None:
         raise SystemUnavailable("wrk is not on PATH")
@@ -161,5 +154,5 @@ def wrk(server: NoopServer) -> Generator:
     return closed_loop(server, lambda callers, s: [program, f"--connections={callers}", f"--duration={s}s", *options])
 
 
-CONTENDERS: Mapping[str, Callable[[NoopServer], Generator]] = {"plait": plait, "locust": locust, "wrk": wrk}
+CONTENDERS: Mapping[str, Callable[[NoopServer, Say], Generator]] = {"plait": plait, "locust": locust, "wrk": wrk}
 """What makes the generator of each system."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ class LocalNodes:
         """Kill a node with all its processes, as a machine dies that loses power."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Stop the nodes and the head; nothing else of this machine's Rays."""
         self._cluster.shutdown()
 
@@ -93,21 +92,17 @@ def local_nodes() -> Iterator[LocalNodes]:
     """Start a cluster without nodes; it is gone afterwards. The caller attaches with `attached`."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    folder = Path(tempfile.mkdtemp(prefix="rn-"))
-    (folder / "ray").mkdir()
     before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = str(folder)  # where it writes down which Ray is current; that of others stays theirs
-    try:
-        nodes = LocalNodes(folder)
+    with tempfile.TemporaryDirectory(prefix="rn-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "ray").mkdir()
+        os.environ["RAY_TMPDIR"] = folder  # where it writes down which Ray is current; that of others stays theirs
         try:
-            yield nodes
+            with closing(LocalNodes(Path(folder))) as nodes:
+                yield nodes
         finally:
-            nodes.shutdown()
-    finally:
-        os.environ.pop("RAY_TMPDIR")
-        if before is not None:
-            os.environ["RAY_TMPDIR"] = before
-        shutil.rmtree(folder, ignore_errors=True)
+            os.environ.pop("RAY_TMPDIR")
+            if before is not None:
+                os.environ["RAY_TMPDIR"] = before
 
 
 @contextmanager

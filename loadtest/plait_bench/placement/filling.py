@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
-from plait_bench.benchmark import Reading, ResultRow, Say, Workload, readings
-from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.benchmark import Reading, ResultRow, Say, Workload, published, readings
+from plait_bench.errors import BenchError
 from plait_bench.placement.simulator import SEEDS, Replay, churn, fill, inflated, shuffled
 from plait_deploy.errors import PlacementError
 from plait_deploy.placement.policies import POLICIES, make_policy
@@ -28,23 +27,11 @@ LIFETIMES = 6
 """A steady run's length in mean lifetimes of a task; the first half is not counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskList:
-    """A cluster's nodes and a list of tasks."""
-
-    nodes: tuple[ClusterNode, ...]
-    tasks: tuple[Task, ...]
-
-
-def load(name: str, data: Path | None) -> TaskList:
-    """Read a published list. Raises `SystemUnavailable` without the data folder, `BenchError` if the files are not as
-    published."""
-    if data is None:
-        raise SystemUnavailable("placement needs the folder with the published lists (--data)")
-    if not (folder := data / "fgd").is_dir():
-        raise SystemUnavailable(f"placement: {data} has no folder fgd")
-    nodes = read_nodes(folder / "openb_node_list_gpu_node.csv")
-    return TaskList(nodes=tuple(nodes), tasks=tuple(read_tasks(folder / f"openb_pod_list_{name}.csv")))
+def load(name: str, data: Path | None) -> tuple[list[ClusterNode], list[Task]]:
+    """Read the nodes of the published cluster, and a list of tasks. Raises `SystemUnavailable` without the data folder,
+    `BenchError` if the files are not as published."""
+    folder = published(data, "fgd")
+    return read_nodes(folder / "openb_node_list_gpu_node.csv"), read_tasks(folder / f"openb_pod_list_{name}.csv")
 
 
 def read_nodes(path: Path) -> list[ClusterNode]:
@@ -86,7 +73,6 @@ class Filling(Workload):
     metrics: Mapping[str, str] = {"allocated_pct": "% of GPUs", "stranded_pct": "% of GPUs"}
     pairs = ()
     systems: tuple[str, ...] = POLICIES
-    trace: TaskList
     classes: tuple[TaskClass, ...]
 
     def __init__(self, name: str, data: Path | None) -> None:
@@ -95,8 +81,8 @@ class Filling(Workload):
 
     def prepare(self, say: Say) -> None:
         """Load the list. Raises `SystemUnavailable` without its data."""
-        self.trace = load(self.name if self.name in PUBLISHED else PUBLISHED[0], self._data)
-        self.classes = classes_of(self.trace.tasks)
+        self.nodes, self.tasks = load(self.name if self.name in PUBLISHED else PUBLISHED[0], self._data)
+        self.classes = classes_of(self.tasks)
 
     def take(self, system: str, number: int) -> Sequence[Reading]:
         """Play a policy on a fresh cluster. Beyond the published seeds they go on."""
@@ -110,8 +96,8 @@ class Filling(Workload):
 
     def replay(self, system: str, seed: int) -> Replay:
         """Fill a cluster by a policy."""
-        state = ClusterState(shuffled(self.trace.nodes, seed))
-        tasks = inflated(self.trace.tasks, state.total_milli, seed)
+        state = ClusterState(shuffled(self.nodes, seed))
+        tasks = inflated(self.tasks, state.total_milli, seed)
         return fill(state, tasks, make_policy(system, self.classes, seed=seed), self.classes)
 
     def conclude(self) -> Sequence[ResultRow]:
@@ -136,9 +122,8 @@ class Departures(Filling):
 
     def replay(self, system: str, seed: int) -> Replay:
         """Run the cluster for some lifetimes."""
-        state = ClusterState(shuffled(self.trace.nodes, seed))
-        tasks = self.trace.tasks
-        there = LOAD * state.total_milli * len(tasks) / max(1, sum(task.total_milli for task in tasks))
+        state = ClusterState(shuffled(self.nodes, seed))
+        there = LOAD * state.total_milli * len(self.tasks) / max(1, sum(task.total_milli for task in self.tasks))
         policy = make_policy(system, self.classes, seed=seed)
         arrivals = int(LIFETIMES * there)
-        return churn(state, tasks, policy, self.classes, seed=seed, load=LOAD, arrivals=arrivals)
+        return churn(state, self.tasks, policy, self.classes, seed=seed, load=LOAD, arrivals=arrivals)

@@ -69,8 +69,7 @@ def clean_up_others(root: Path) -> None:
 
 def remove_sockets() -> None:
     """Remove the sockets of replicas that are gone: Ray kills its actors, which can then remove nothing themselves."""
-    from plait_serving.cores import socket_folder
-    from plait_serving.deployments.fabric_endpoints import remove_stale_sockets
+    from plait_serving.cores import remove_stale_sockets, socket_folder
 
     with contextlib.suppress(OSError):
         remove_stale_sockets(socket_folder())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import re
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
+from plait_serving.cores import remove_stale_sockets
 from plait_serving.deployments.ray_internals import known_replicas
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ measured on 2 busy cores, a round trip of 20 KB took 330 to 390 us through a slo
 
 _ASK_S = 5.0
 """How long a replica may take to describe itself, and then to be connected to."""
-
-_SOCKET = re.compile(r"^[a-z]+-(\d+)-[0-9a-f]+$")
 
 
 class ServeReplicas:
@@ -121,20 +119,3 @@ def open_listeners(
             listener.close()
         raise
     return listeners
-
-
-def remove_stale_sockets(folder: Path) -> None:
-    """Remove the sockets of replicas that were killed."""
-    for path in folder.glob("*-*-*"):
-        match = _SOCKET.match(path.name)
-        if match and not _is_running(int(match[1])):
-            path.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process runs: one that has ended may wait for its parent to take note."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

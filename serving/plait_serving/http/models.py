@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends
 
 from plait_disagg.errors import RankError
-from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.request_fields import controls, request_fields, taken
 from plait_serving.diffusion.request_terms import RequestTerms
@@ -20,10 +19,12 @@ from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import Edit, ImageRequest, Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import require_admin
-from plait_serving.http.ranking.describe import metadata
 from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import AliasCard, BaseModelCard
 from plait_serving.spelling import hint
+
+if TYPE_CHECKING:
+    from plait_disagg.values import ModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 ADMIN = Depends(require_admin)
@@ -79,6 +80,8 @@ def _loras(alias: AliasCard) -> list[dict[str, Any]]:
 
 
 def _ranking_model(name: str, card: ModelCard) -> dict[str, Any]:
+    from plait_serving.http.ranking.describe import metadata  # of which a server without ranking models needs nothing
+
     about = metadata(name, card)
     return {
         **_item("model", name, "recommender"),

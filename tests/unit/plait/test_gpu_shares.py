@@ -15,7 +15,6 @@ from plait.deployments import deployments
 from plait.errors import PlaitError
 from plait.gpu_shares import placement_line, pods_with_gpus, running_cluster, with_gpus
 from plait_deploy.placement.demands import task_of
-from plait_deploy.placement.policies.baselines import FirstFitPolicy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode
 from plait_serving.deployments import ray_internals
@@ -107,7 +106,7 @@ def test_whatever_the_order_every_replica_has_room(folders: Path, gpus: tuple[in
     for order in itertools.islice(itertools.permutations(tasks), 0, None, 7 if len(tasks) > 5 else 1):
         state = cluster(*gpus)
         for task in order:
-            at = FirstFitPolicy().choose(state, task)
+            at = state.first_fit(task)
             assert at is not None, (gpus, [it.gpu_milli for it in order])
             state.place(task, at)
 

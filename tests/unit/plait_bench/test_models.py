@@ -36,7 +36,7 @@ FLEET = ModelFleet(replicas=1, room=1, load=50.0)
 @pytest.fixture
 def data(tmp_path) -> Path:
     """A made-up trace of 1,200 requests for five models in turn, one of ten of which failed."""
-    (tmp_path / FILE.parent).mkdir()
+    (tmp_path / FILE).parent.mkdir()
     start = datetime.fromisoformat("2026-01-01T00:00:00")
     with gzip.open(tmp_path / FILE, "wt", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)

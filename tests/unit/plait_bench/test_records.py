@@ -9,10 +9,10 @@ import pytest
 
 from plait_bench import job, records
 from plait_bench.benchmark import RATIO, ResultRow
-from plait_bench.errors import RecordError
-from plait_bench.host import changes, commit, gpu_facts, host_facts, is_in_history
+from plait_bench.errors import BenchError
+from plait_bench.host import changes, commit, gpu_facts, history, host_facts
 from plait_bench.records import document
-from plait_bench.runner import BenchResult, LayoutChoice
+from plait_bench.runner import BenchResult
 
 HOST = {
     "cpu": "Some CPU", "cores": 2, "instruction_set": "avx2", "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7",
@@ -20,14 +20,6 @@ HOST = {
     "openvino": "2026.4.1", "triton": None, "loadavg_1m": 0.1, "wake_us": 15.0,
     "date": "2026-11-21T10:00:00+00:00",
 }  # fmt: skip
-
-CHOICE = LayoutChoice(
-    workload="single",
-    system="plait",
-    layout="2x1",
-    metric="images_per_s",
-    trials={"1x1": (1.0, 1.2), "2x1": (3.0, 3.3)},
-)
 
 
 def row(system, workload, metric, value, **more):
@@ -55,15 +47,13 @@ def kept(rows):
 
 def test_the_document_has_the_fields_that_programs_read():
     """The names of the contract, plain numbers as ratios, and JSON all the way."""
-    result = BenchResult(rows=ROWS, left_out={"third": "needs PEFT"}, choices=(CHOICE,))
+    result = BenchResult(rows=ROWS, left_out={"third": "needs PEFT"})
     doc = json.loads(json.dumps(document("images", "abc123", HOST, result)))
     assert set(doc) >= {"bench", "commit", "host", "rows", "ratios"}
     assert set(doc["rows"][0]) >= {"system", "workload", "metric", "unit", "value", "p20", "p80", "n", "kind"}
     assert {entry["kind"] for entry in doc["rows"]} == {"measured"}
     assert doc["ratios"]["single:images_per_s:plait/peer"] == 1.5
     assert doc["ratio_spreads"]["single:images_per_s:plait/peer"] == {"p20": 1.35, "p80": 1.65, "n": 5}
-    assert doc["ratio_rounds"]["single:images_per_s:plait/peer"] == [1.35, 1.35, 1.5, 1.65, 1.65]
-    assert doc["layouts"][0]["trials"] == {"1x1": [1.0, 1.2], "2x1": [3.0, 3.3]}
     assert doc["left_out"] == {"third": "needs PEFT"}
     assert doc["rows"][0]["value"] == 0.333333
     assert "plait/peer" not in {entry["system"] for entry in doc["rows"]}
@@ -132,10 +122,10 @@ def test_a_broken_results_file_names_its_line(tmp_path):
     path = tmp_path / "images.jsonl"
     records.put(path, "images", "abc123", HOST, ROWS)
     path.write_text("".join([*path.read_text().splitlines(keepends=True)[:2], "{}\n"]))
-    with pytest.raises(RecordError, match="line 3"):
+    with pytest.raises(BenchError, match="line 3"):
         records.read(path)
     before = path.read_bytes()
-    with pytest.raises(RecordError, match="line 3"):
+    with pytest.raises(BenchError, match="line 3"):
         records.put(path, "images", "def456", HOST, ROWS)
     assert path.read_bytes() == before
 
@@ -178,7 +168,7 @@ def test_a_dirty_checkout_is_refused(checkout, name):
     (checkout / name).parent.mkdir(parents=True, exist_ok=True)
     (checkout / name).write_text("two\n")
     assert changes(checkout) == [name]
-    with pytest.raises(RecordError, match=f"--record needs a clean checkout; commit, stash or remove first: {name}$"):
+    with pytest.raises(BenchError, match=f"--record needs a clean checkout; commit, stash or remove first: {name}$"):
         records.require_clean(checkout)
     assert commit(checkout).endswith("+changes")
     git(checkout, "add", ".")
@@ -189,27 +179,30 @@ def test_many_changes_are_counted(checkout):
     """The sentence stays one that can be read."""
     for number in range(5):
         (checkout / "disagg" / f"new{number}.py").write_text("")
-    with pytest.raises(RecordError, match=r"new0\.py, disagg/new1\.py, disagg/new2\.py and 2 more$"):
+    with pytest.raises(BenchError, match=r"new0\.py, disagg/new1\.py, disagg/new2\.py and 2 more$"):
         records.require_clean(checkout)
 
 
 def test_a_folder_that_is_no_checkout_can_not_be_recorded(tmp_path):
     """Nothing says which commit it would be."""
-    with pytest.raises(RecordError, match="is none"):
+    with pytest.raises(BenchError, match="is none"):
         records.require_clean(tmp_path)
 
 
 def test_a_commit_is_in_history_or_not(checkout):
     """Itself and what came before; not what is on another branch, and not what nobody knows."""
-    first = git(checkout, "rev-parse", "HEAD")
+    first = commit(checkout)
     git(checkout, "checkout", "-b", "other")
     git(checkout, "commit", "--allow-empty", "-m", "two")
-    other = git(checkout, "rev-parse", "HEAD")
-    assert is_in_history(checkout, first)
-    assert is_in_history(checkout, other[:12])
+    assert history(checkout) == {first, commit(checkout)}
     git(checkout, "checkout", "main")
-    assert not is_in_history(checkout, other)
-    assert not is_in_history(checkout, "0" * 40)
+    assert history(checkout) == {first}
+
+
+def test_a_folder_that_is_no_checkout_has_no_history(tmp_path):
+    """Else all rows would be missing from the pages, silently."""
+    with pytest.raises(BenchError):
+        history(tmp_path)
 
 
 def test_a_gpu_is_named_with_its_driver(monkeypatch, tmp_path):

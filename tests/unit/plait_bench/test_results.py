@@ -168,7 +168,7 @@ def test_what_is_not_in_the_history_is_not_shown(monkeypatch, tmp_path):
     from plait_bench.benchmark import ResultRow
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "_is_known", lambda commit: commit == "known")
+    monkeypatch.setattr(results, "_history", lambda: {"known"})
     row = ResultRow.of([1.0], system="plait", workload="single", metric="images_per_s", unit="images/s")
     for bench, commit in (("images", "known"), ("disagg", "gone")):
         records.put(tmp_path / f"{bench}.jsonl", bench, commit, HOST, [row])

@@ -45,23 +45,23 @@ def test_a_layout_without_work_for_every_process_is_not_tried():
     assert [str(layout) for layout in fake_workload(items=1).layouts(2)] == ["1x1", "1x2"]
 
 
-def chosen(seconds, *, cores=2, trials=1, variants=("",), **workload):
+def chosen(seconds, *, cores=2, trials=1, variants=("",), say=lambda _: None, **workload):
     """The choice of a layout for one system, and what its fleet was asked."""
     log: list[str] = []
     open_fleet, _ = fleets(log, a=seconds)
     systems = fake_systems("a", variants=lambda _: variants)
     plan = RunPlan(rounds=1, trials=trials)
-    result = run_on_fleets(systems, [fake_workload(**workload)], plan, cores=cores, open_fleet=open_fleet)
+    result = run_on_fleets(systems, [fake_workload(**workload)], plan, cores=cores, open_fleet=open_fleet, say=say)
     return result, log
 
 
 def test_every_layout_and_variant_has_equal_trials_and_the_best_is_kept():
     """Also one that is best only in a shape that is not; what was tried is said."""
     cost = {"1x1": 5.0, "1x2": 3.0, "2x1": 4.0, "1x1 wide": 9.0, "1x2 wide": 4.0, "2x1 wide": 2.0}
-    result, log = chosen(lambda layout, _: cost[str(layout)], variants=("", "wide"), trials=2)
-    (choice,) = result.choices
-    assert (choice.layout, choice.metric) == ("2x1 wide", "images_per_s")
-    assert choice.trials == {layout: (4 / seconds,) * 2 for layout, seconds in cost.items()}
+    said = []
+    result, log = chosen(lambda layout, _: cost[str(layout)], variants=("", "wide"), trials=2, say=said.append)
+    rates = {layout: f"{4 / seconds:.4g}" for layout, seconds in cost.items()}
+    assert {f"work: a, {layout}: {rate}, {rate} images/s" for layout, rate in rates.items()} <= set(said)
     assert result.rows[0].layout == "2x1 wide"
     assert log.count("a 4") == 6 * 2 + 1  # trials, and one round that counts
 
@@ -70,22 +70,22 @@ def test_a_lucky_trial_does_not_decide():
     """The median of a layout's trials does, and trials do not count as rounds."""
     taken = {"1x1": iter([9.0, 0.1, 9.0, 9.0]), "1x2": iter([9.0, 3.0, 3.0, 3.0, 9.0, 9.0, 3.0])}
     result, _ = chosen(lambda layout, _: next(taken[str(layout)]), trials=3, one_by_one=True)
-    assert result.choices[0].layout == "1x2"
-    assert result.rows[0].n == 1
+    assert (result.rows[0].layout, result.rows[0].n) == ("1x2", 1)
 
 
 def test_every_layout_is_warmed_up_before_it_is_timed():
     """The first run of a layout is the warm-up's, and its time does not count."""
-    result, log = chosen(lambda _, n: 100.0 if n % 2 == 0 else 1.0)
+    said = []
+    _, log = chosen(lambda _, n: 100.0 if n % 2 == 0 else 1.0, say=said.append)
     assert log == ["a 1", "a 4"] * 3 + ["a 1", "a keep", "a 4"]
-    assert list(result.choices[0].trials.values()) == [(4.0,)] * 3
+    assert [line.partition(": ")[2] for line in said[1:4]] == [f"a, {it}: 4 images/s" for it in ("1x1", "1x2", "2x1")]
 
 
 def test_one_layout_is_no_choice():
     """Nothing is tried where nothing can be chosen."""
     result, log = chosen(lambda *_: 1.0, cores=1)
     assert log == ["a 1", "a keep", "a 4"]
-    assert (result.choices[0].layout, result.choices[0].trials) == ("1x1", {})
+    assert result.rows[0].layout == "1x1"
 
 
 def test_rounds_take_the_systems_in_turn_after_the_check():
@@ -275,11 +275,12 @@ def test_a_workload_has_processes_with_its_own_settings():
 
 def test_a_system_that_divides_the_machine_itself_has_one_layout():
     """It has no trials; the row says that the layout is its own."""
-    open_fleet, _ = fleets([], a=lambda *_: 1.0)
+    log: list[str] = []
+    open_fleet, _ = fleets(log, a=lambda *_: 1.0)
     systems, works = fake_systems("a", is_own_layout=True), [fake_workload()]
     result = run_on_fleets(systems, works, RunPlan(rounds=1), cores=2, open_fleet=open_fleet)
-    (choice,) = result.choices
-    assert (choice.layout, choice.trials) == ("its own", {})
+    assert result.rows[0].layout == "its own"
+    assert log == ["a 1", "a keep", "a 4"]
 
 
 def test_a_trial_may_be_shorter():

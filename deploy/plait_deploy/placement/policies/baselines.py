@@ -15,12 +15,12 @@ _CPU_MILLI, _GPU_MILLI = 128_000, 8_000
 _FINE = 10**12
 
 
-class FirstFitPolicy(ScoredPolicy):
+class FirstFitPolicy:
     """The first node in order."""
 
-    def score(self, state: ClusterState, task: Task, nodes: Ints) -> tuple[Ints, Ints | None]:
-        """All alike."""
-        return np.zeros(len(nodes), np.int64), None
+    def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
+        """Return it."""
+        return state.first_fit(task)
 
 
 class BestFitPolicy(ScoredPolicy):
@@ -83,7 +83,7 @@ class RandomPolicy:
 
     def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
         """Draw a node, then a device."""
-        there = np.flatnonzero(state.fits(task, np.arange(len(state.nodes)), state.allows(task)))
+        there = state.roomy(task)
         if not there.size:
             return None
         node = int(there[self._rng.integers(there.size)])

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from plait_fabric.bounded import load_json, product
+from plait_disagg.bounded import load_json, product
 from plait_serving.diffusion.errors import LoraError
 
 if TYPE_CHECKING:

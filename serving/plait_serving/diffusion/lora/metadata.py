@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from plait_fabric.bounded import load_json
+from plait_disagg.bounded import load_json
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.listing import CONFIG_FILE
 from plait_serving.diffusion.lora.targets import ModuleRef

@@ -10,13 +10,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import product
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from starlette.types import Scope
 
-from plait_disagg.values import RankAnswer
 from plait_serving.diffusion.errors import Cancelled, EngineError, Overloaded, Refused
 from plait_serving.diffusion.values import Timings
+
+if TYPE_CHECKING:
+    from plait_disagg.values import RankAnswer
 
 # 0.1 s is a toy image, 300 s a large one on a busy CPU.
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)

@@ -58,8 +58,9 @@ def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
 
 def test_recorded_runs_become_a_workload(tmp_path: Path):
     """Each against the other; trials show what was measured, in order; the truth is the mean."""
-    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path)]), SPACES)
-    assert suite.name == "own-tiny"
+    suites = recorded_suites(recorded_runs([recorded(tmp_path)]), SPACES)
+    assert list(suites) == ["own-tiny"]
+    suite = suites["own-tiny"]
     assert [task.name for task in suite.tasks] == ["one", "two"]
     assert [run.run_id for run in suite.tasks[0].library] == ["two"]
     service = suite.tasks[0].service
@@ -85,7 +86,7 @@ def test_what_the_trials_cannot_tell_apart_ties(tmp_path: Path):
                 outcome = TrialOutcome.measured(goodput_per_cost=shown * (glitch if not trials else 1.0))
                 trials.append(Trial(number=len(trials), config=cell, outcome=outcome, repeat=repeat))
         run = LibraryRun(run_id="one", service="tiny", trials=tuple(trials), goals=("max goodput_per_cost",))
-        return recorded_suites([run], SPACES)[0].tasks[0].service
+        return recorded_suites([run], SPACES)["own-tiny"].tasks[0].service
 
     service = service_of(3)
     assert service.tie == pytest.approx(1 - np.exp(-1.96 * 0.03 * (2 / 3) ** 0.5), abs=0.02)
@@ -98,7 +99,7 @@ def test_what_the_trials_cannot_tell_apart_ties(tmp_path: Path):
 
 def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
     """Its optimum is not known."""
-    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path, leave_out=3)]), SPACES)
+    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path, leave_out=3)]), SPACES).values()
     (task,) = suite.tasks
     assert task.name == "one"
     assert [len(run.trials) for run in task.library] == [5]

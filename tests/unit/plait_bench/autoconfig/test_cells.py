@@ -60,8 +60,8 @@ def test_the_library_that_ships_has_every_cell_of_these_workloads():
     """Of at least three image services and three ranking services, each cell more than once: so their optima are known,
     with an interval."""
     suites = recorded_suites(starter_runs(), SPACES)
-    assert {suite.name for suite in suites} == set(OWN)
-    for suite in suites:
+    assert set(suites) == set(OWN)
+    for suite in suites.values():
         assert len(suite.tasks) >= 3
         for task in suite.tasks:
             assert len(task.service.space.cells()) <= 48

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 import pytest
@@ -16,7 +16,7 @@ from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput, transports
 from plait_bench.fabric.peer import echo
 from plait_bench.runner import BenchResult, RunPlan, joined, run
-from plait_fabric import connect, listen, new_secret
+from plait_fabric import PeerLost, connect, listen, new_secret
 
 
 def measured(workload: Workload, rounds: int = 1) -> BenchResult:
@@ -88,7 +88,13 @@ def test_round_trips_are_timed_one_by_one() -> None:
     secret = new_secret()
     with listen("inproc://round-trips", secret=secret) as listener:
         channel = connect(listener.address, secret=secret)
-        peer = threading.Thread(target=echo, args=(listener.accept(30.0),))
+        theirs = listener.accept(30.0)
+
+        def peer_echoes() -> None:
+            with suppress(PeerLost):
+                echo(theirs)
+
+        peer = threading.Thread(target=peer_echoes)
         peer.start()
         with channel:
             times_us = round_trips.round_trips_us(channel, 64, 5)

@@ -75,7 +75,7 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
         def take(*_):
             return window(next(rates[name]))
 
-        return lambda *_: SimpleNamespace(layouts=("2 processes",), take=take, prepare=lambda _: None)
+        return lambda *_: SimpleNamespace(layouts=("2 processes",), take=take)
 
     def missing(*_):
         raise SystemUnavailable("wrk is not on PATH")
@@ -107,13 +107,12 @@ def test_the_best_number_of_callers_is_found_by_the_runner(monkeypatch):
         asked.append((layout, seconds))
         return window({"16": 100.0, "64": 300.0, "256": 200.0}[layout])
 
-    contender = SimpleNamespace(layouts=("16", "64", "256"), take=take, prepare=lambda _: None)
+    contender = SimpleNamespace(layouts=("16", "64", "256"), take=take)
     monkeypatch.setattr(loadtest, "CONTENDERS", dict.fromkeys(loadtest.CONTENDERS, lambda *_: contender))
     written = job.measure(BenchJob(name="loadtest", rounds=1, systems=("locust",)), say=lambda _: None)
     assert [layout for layout, seconds in asked] == ["16", "16", "64", "64", "256", "256", "64"]
     assert asked[0][1] < asked[-1][1]
-    assert written["layouts"][0]["layout"] == "64"
-    assert written["layouts"][0]["trials"] == {"16": [100.0] * 2, "64": [300.0] * 2, "256": [200.0] * 2}
+    assert written["rows"][0]["layout"] == "64"
 
 
 def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
@@ -121,7 +120,7 @@ def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(commands.sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(SystemUnavailable, match=r"locust==\S+ cannot be installed"):
-        generators.locust(None)
+        generators.locust(None, print)
     assert list((tmp_path / "plait" / "bench").iterdir()) == []
 
 

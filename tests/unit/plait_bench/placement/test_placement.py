@@ -78,9 +78,9 @@ def test_departures_are_replayed(data, monkeypatch):
 def test_without_data_it_says_what_is_missing(tmp_path, data):
     """The option, the folder, or the column."""
     left = joined(list(run(placement.benchmark(only=["default"]), RunPlan(rounds=1), say=lambda _: None))).left_out
-    assert left == {"default": "placement needs the folder with the published lists (--data)"}
+    assert left == {"default": "fgd: give --data FOLDER, which has it"}
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemUnavailable, match="has no folder fgd"):
+    with pytest.raises(SystemUnavailable, match="fgd: not in "):
         load("default", tmp_path / "empty")
     (data / "fgd" / "openb_pod_list_default.csv").write_text("name,cpu_milli\na,1\n")
     with pytest.raises(BenchError, match=r"not as published: KeyError"):

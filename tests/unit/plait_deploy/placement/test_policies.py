@@ -217,7 +217,7 @@ class AlwaysFilling(PlaitPolicy):
 
 def test_scores_of_many_tasks_do_not_pile_up():
     """The oldest are forgotten, and computed again when they are asked for."""
-    policy, state = make_policy("first-fit", ()), cluster(1)
+    policy, state = make_policy("best-fit", ()), cluster(1)
     for cpu in range(REMEMBERED + 10):
         assert policy.choose(state, Task(cpu_milli=cpu)) == TaskPlacement(node=0, devices=())
     assert len(policy._known) == REMEMBERED

@@ -20,6 +20,10 @@ GENERATE = """
 from plait.offline.images import parse_order
 from plait_serving.starter.preprocess import PREPROCESSORS
 """
+ENGINE = """
+import plait_serving.deployments.images.engine, plait_serving.deployments.images.hosted
+import plait_serving.diffusion.families.unet.family
+"""
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
 
 
@@ -27,13 +31,22 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
     ("code", "absent"),
     [
         (PICTURES_ALONE, (*LIBRARIES, "torch", "scipy")),
+        (PICTURES_ALONE, ("plait_deploy.placement.policies", "plait_disagg.values", "plait_fabric.memory")),
+        (ENGINE, ("plait_fabric",)),
         (RANKING, (*LIBRARIES, "sklearn")),
         (GENERATE, (*LIBRARIES, "torch", "scipy", "ray")),
     ],
-    ids=["ingress and command", "ranking", "generate, until the order is checked"],
+    ids=[
+        "ingress and command",
+        "ours in these",
+        "an engine without ControlNet services",
+        "ranking",
+        "generate, until the order is checked",
+    ],
 )
-def test_a_process_loads_no_library_that_it_does_not_need(code, absent) -> None:
-    """Each takes seconds to load and much memory: torch only for those who hold tensors, the rest for the engine."""
+def test_a_process_loads_nothing_that_it_does_not_need(code, absent) -> None:
+    """Libraries take seconds to load and much memory: torch only for those who hold tensors, the rest for the engine.
+    Of ours, what belongs to ranking, to placement's study or to other processes' tensors stays away."""
     refuse = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"  # whoever imports one of them fails
     done = subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from plait_fabric import Unsupported, connect, listen, new_secret
 from plait_fabric.rpc.replicas import NoReplica, Replica
-from plait_serving.deployments.fabric_endpoints import ServeReplicas, host_id, open_listeners, remove_stale_sockets
+from plait_serving.cores import remove_stale_sockets
+from plait_serving.deployments.fabric_endpoints import ServeReplicas, host_id, open_listeners
 from plait_serving.deployments.images.controlnet import ControlNetKnobs
 
 

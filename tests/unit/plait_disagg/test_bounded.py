@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_fabric.bounded import MAX_DIGITS, load_json, product
+from plait_disagg.bounded import MAX_DIGITS, load_json, product
 
 
 @given(st.lists(st.integers(0, 1 << 63), max_size=8), st.integers(0, 1 << 64))
