@@ -31,7 +31,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
     ("code", "absent"),
     [
         (PICTURES_ALONE, (*LIBRARIES, "torch", "scipy")),
-        (PICTURES_ALONE, ("plait_deploy.placement.policies", "plait_disagg.values", "plait_fabric.memory")),
+        (PICTURES_ALONE, ("plait_deploy.placement.policies", "plait_disagg.values")),
         (ENGINE, ("plait_fabric",)),
         (RANKING, (*LIBRARIES, "sklearn")),
         (GENERATE, (*LIBRARIES, "torch", "scipy", "ray")),
@@ -46,7 +46,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
 )
 def test_a_process_loads_nothing_that_it_does_not_need(code, absent) -> None:
     """Libraries take seconds to load and much memory: torch only for those who hold tensors, the rest for the engine.
-    Of ours, what belongs to ranking, to placement's study or to other processes' tensors stays away."""
+    Of ours, what belongs to ranking or to placement's study stays away."""
     refuse = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"  # whoever imports one of them fails
     done = subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
