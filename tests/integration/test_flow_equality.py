@@ -94,6 +94,7 @@ def test_every_spacing_of_noise_levels_equals_diffusers(flow_rig, model, schedul
     ("dev", {"true_cfg_scale": 2.0, "negative_prompt": "", "negative_prompt_2": "dog"}),
     ("dev", {"max_sequence_length": None}),
     ("schnell", {"max_sequence_length": 256}),
+    ("de-distilled", {"true_cfg_scale": 4.0, "negative_prompt": "blue tree", "max_sequence_length": 300}),
     ("kontext", {}),
 ])  # fmt: skip
 def test_texts_and_guidance_equal_diffusers(flow_rig, model, more):
@@ -220,7 +221,7 @@ def test_bfloat16_rounds_where_diffusers_does(flow_rig, model):
 
 
 @pytest.mark.parametrize("model", ["sd3", "dev"])
-@pytest.mark.parametrize("asked_for", [{"executor": "openvino"}, {"executor": "torch"}, {"exact": "always"}])
+@pytest.mark.parametrize("asked_for", [{"apart": True}, {"executor": "torch"}, {"exact": "always"}])
 def test_who_asks_for_torch_or_exact_bits_in_bfloat16_gets_them(flow_rig, monkeypatch, model, asked_for):
     """Attention is replaced unless a setting asks for torch or for bits; the image is decoded as near as that."""
     monkeypatch.setattr("plait_serving.diffusion.families.flow.denoiser.pays", lambda *_: True)
@@ -229,7 +230,7 @@ def test_who_asks_for_torch_or_exact_bits_in_bfloat16_gets_them(flow_rig, monkey
     monkeypatch.setattr(FasterAttention, "__enter__", lambda self: replaced.append(self) or self)
     monkeypatch.setattr(FasterAttention, "__exit__", lambda *_: None)
     (ours,), theirs = rig.probe.latents(rig.ask(73)), rig.reference.latents(rig.ask(73))
-    is_free = "openvino" in asked_for.values()  # a rig of its own, made with this patch
+    is_free = "apart" in asked_for  # a rig of its own, made with this patch
     assert bool(replaced) is is_free
     assert torch.equal(ours, theirs)
     (image,) = rig.images(rig.ask(73))

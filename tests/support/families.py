@@ -14,13 +14,15 @@ from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 from plait_serving.diffusion.settings import EngineSettings, Host
 
 
-def opened(folder: Path, encoders: SharedEncoders | None = None) -> Family:
-    """What is known of the model in a folder; torch runs it. `encoders`: of an engine that has more than this model."""
+def opened(
+    folder: Path, encoders: SharedEncoders | None = None, *, executor: ExecutorName = ExecutorName.TORCH
+) -> Family:
+    """What is known of the model in a folder. `encoders`: of an engine that has more than this model."""
     host = Host(
         knobs=EngineKnobs, room_bytes=lambda: 0, is_idle=lambda: True, between_steps=lambda function: function(),
         encoders=SharedEncoders() if encoders is None else encoders,
     )  # fmt: skip
-    return open_family(folder, EngineSettings(model=folder, executor=ExecutorName.TORCH), host)
+    return open_family(folder, EngineSettings(model=folder, executor=executor), host)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

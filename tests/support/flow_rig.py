@@ -28,6 +28,7 @@ _MAKE = {
     "dev": tiny_flux,
     "schnell": lambda folder: tiny_flux(folder, guidance=False),
     "kontext": lambda folder: tiny_flux(folder, kontext=True),
+    "de-distilled": lambda folder: tiny_flux(folder, guidance_embeds=False),
 }
 
 
@@ -43,8 +44,8 @@ class FlowRig:
         """A small request with defaults that the model takes."""
         fields: dict[str, Any] = {
             "request_id": f"r{seed}", "prompt": "a red cat", "width": IMAGE_SIZE, "height": IMAGE_SIZE, "steps": 4,
-            "guidance_scale": 0.0 if self.name == "schnell" else 3.5, "seed": seed, "scheduler": Scheduler.EULER,
-            "max_sequence_length": 24, **more,
+            "guidance_scale": 0.0 if self.name in ("schnell", "de-distilled") else 3.5, "seed": seed,
+            "scheduler": Scheduler.EULER, "max_sequence_length": 24, **more,
         }  # fmt: skip
         return ImageRequest(**fields)
 
@@ -74,8 +75,10 @@ def flow_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """``flow_rig(name)``: the model with LoRAs "one", "two" (of other ranks and layers), "text" and "dora"."""
     rigs: dict[str, FlowRig] = {}
 
-    def rig_of(name: str, *, dtype: str = "float32", executor: str = "auto", exact: str = "never") -> FlowRig:
-        key = f"{name}-{dtype}-{executor}-{exact}"
+    def rig_of(
+        name: str, *, dtype: str = "float32", executor: str = "auto", exact: str = "never", apart: bool = False
+    ) -> FlowRig:
+        key = f"{name}-{dtype}-{executor}-{exact}-{apart}"
         if key not in rigs:
             folder = _MAKE[name](tmp_path_factory.mktemp("models") / key)
             loras = write_loras(folder, tmp_path_factory.mktemp("loras"))

@@ -181,10 +181,10 @@ def check_sampler(scheduler: Scheduler, sigmas: Sigmas | None, eta: float, sampl
 
 def check_takes(request: ImageRequest, terms: RequestTerms) -> None:
     """Raise `RequestError`, naming the field, for one that means nothing to the model, unless it says nothing: clients
-    send empty texts."""
-    unset = {"guidance_scale": terms.guidance_scale}
+    send empty texts, and a guidance of 1, which is none."""
+    unset = {"guidance_scale": (terms.guidance_scale, 1.0)}
     for name, declared in request_fields(ImageRequest).items():
-        is_given = getattr(request, name) not in (unset.get(name, declared.default), "")
+        is_given = getattr(request, name) not in (*unset.get(name, (declared.default,)), "")
         if declared.only_some and name not in terms.takes and is_given:
             about = f" ({declared.about})" if declared.about else ""
             raise RequestError(f"this model has no use for it{about}", param=declared.name)

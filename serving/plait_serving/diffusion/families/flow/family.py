@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.flow.bundle import OWN, FlowBundle, loaded, outline_bundle
@@ -21,8 +21,6 @@ from plait_serving.diffusion.memory import PROCESS_BYTES, MemoryNeed, check_memo
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
-
-_log = logging.getLogger(__name__)
 
 _NATIVE_LATENTS = 128
 """The edge that FLUX.1 was made for, whose configuration does not say."""
@@ -42,12 +40,12 @@ class FlowFamily(Family):
 
     def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
         """Read a folder's configurations and tokenizers. Raises `ModelError`."""
+        if settings.executor is ExecutorName.OPENVINO:
+            raise ModelError(f"{folder}: executor: openvino cannot be used: it runs Stable Diffusion 1, 2 and XL only")
         super().__init__(folder, settings, host)
         if settings.dtype == "auto" and self.dtype is torch.float16:
             self.dtype = torch.bfloat16  # what these models were trained in
         self._is_torch = settings.executor is ExecutorName.TORCH
-        if settings.executor is ExecutorName.OPENVINO:
-            _log.info("%s: torch runs it: OpenVINO runs Stable Diffusion 1, 2 and XL", folder)
         self.outline = self._outlined(folder, self.dtype, self.device)
         self.tokens = TextTokens(self.outline.tokenizers)
         latents = self.outline.config.get("sample_size", _NATIVE_LATENTS)

@@ -123,9 +123,16 @@ def is_guided(request: ImageRequest) -> bool:
     return request.true_cfg_scale > 1.0 and request.negative_prompt is not None
 
 
+def is_schnell(bundle: FlowBundle) -> bool:
+    """Return whether a model takes no guidance of any kind: it has no input for it, nor is its schedule shifted. Those
+    that were made of dev to take a negative prompt lack the input, too, and keep dev's schedule."""
+    schedule = bundle.schedules.config
+    return not (bundle.config.guidance_embeds or schedule["use_dynamic_shifting"] or schedule["shift"] != 1.0)
+
+
 def longest(bundle: FlowBundle) -> int:
-    """Return the longest text that a model was made for: schnell, which has no guidance, for 256 tokens."""
-    return 512 if bundle.config.guidance_embeds else 256
+    """Return the longest text that a model was made for: schnell for 256 tokens."""
+    return 256 if is_schnell(bundle) else 512
 
 
 def length_of(request: ImageRequest, bundle: FlowBundle) -> int:

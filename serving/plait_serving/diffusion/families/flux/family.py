@@ -17,6 +17,7 @@ from plait_serving.diffusion.families.flux.denoiser import (
     T5,
     FluxDenoiser,
     is_guided,
+    is_schnell,
     length_of,
     longest,
     snapped_size,
@@ -27,7 +28,7 @@ from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.values import ImageRequest
 
 _TAKES = frozenset(("prompt_2", "max_sequence_length"))
-_GUIDED_TAKES = _TAKES | {"guidance_scale", "true_cfg_scale", "negative_prompt", "negative_prompt_2"}
+_CFG_TAKES = _TAKES | {"true_cfg_scale", "negative_prompt", "negative_prompt_2"}
 
 _LOOK_ALIKES = {
     6: "FLUX.1 Fill, which takes a mask and a masked image",
@@ -37,7 +38,8 @@ _LOOK_ALIKES = {
 
 
 class FluxFamily(FlowFamily):
-    """FLUX.1: dev and Kontext, which take guidance as an input, and schnell, which takes none."""
+    """FLUX.1: dev and Kontext, which take guidance as an input, schnell, which takes none, and what was made of dev to
+    take a negative prompt alone."""
 
     kinds: ClassVar[Mapping[str, Any]] = {
         "transformer": FluxTransformer2DModel, "vae": AutoencoderKL, CLIP: CLIPTextModel, T5: T5EncoderModel,
@@ -51,11 +53,11 @@ class FluxFamily(FlowFamily):
         outline, modules = self.outline, self.outline.modules
         self.kind = "flux1"
         reads_images = str(read_json(folder / "model_index.json")["_class_name"]).startswith("FluxKontext")
-        takes_guidance = bool(outline.config.guidance_embeds)
+        takes_guidance, schnell = bool(outline.config.guidance_embeds), is_schnell(outline)
         self.terms = RequestTerms(
             samplers=outline.schedules.choice,
-            takes=_GUIDED_TAKES if takes_guidance else _TAKES,
-            steps=28 if takes_guidance else 4,
+            takes=_TAKES if schnell else _CFG_TAKES | ({"guidance_scale"} if takes_guidance else set()),
+            steps=4 if schnell else 28,
             guidance_scale=3.5 if takes_guidance else 0.0,
             edits=not reads_images,
             rounds_up=True,

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from plait_serving.diffusion.admission import ImageLimits, check_numbers, check_takes
 from plait_serving.diffusion.errors import ModelError, RequestError
 from plait_serving.diffusion.families.family import Family
+from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.values import Edit, PromptSyntax, Scheduler, Sigmas
 from support.denoise import make_request
 from support.families import opened
@@ -25,6 +26,7 @@ MAKE: dict[str, Callable[[Path], Path]] = {
     "dev": tiny_flux,
     "schnell": lambda folder: tiny_flux(folder, guidance=False),
     "kontext": lambda folder: tiny_flux(folder, kontext=True),
+    "de-distilled": lambda folder: tiny_flux(folder, guidance_embeds=False),
 }
 
 
@@ -65,6 +67,8 @@ IMAGE = np.zeros((32, 32, 3), np.uint8)
     ("schnell", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
     ("schnell", {"max_sequence_length": 257}, "max_sequence_length"),
     ("schnell", {"scheduler": Scheduler.DPMPP_2M}, "scheduler"),
+    ("de-distilled", {"guidance_scale": 3.5}, "guidance_scale"),
+    ("de-distilled", {"negative_prompt": "blue"}, "negative_prompt"),
     ("dev", {"negative_prompt": "blue"}, "negative_prompt"),
     ("dev", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
     ("dev", {"guidance_rescale": 0.7}, "guidance_rescale"),
@@ -113,9 +117,11 @@ def test_what_a_request_comes_to(family_of):
 def test_the_terms_are_those_of_the_models_pipelines(family_of):
     """Steps, guidance, images, and what LoRAs and ControlNets are made for."""
     terms = {name: family_of(name).terms for name in MAKE}
-    assert [(each.steps, each.guidance_scale) for each in terms.values()] == [(28, 7.0), (28, 3.5), (4, 0.0), (28, 3.5)]
+    assert {name: (each.steps, each.guidance_scale) for name, each in terms.items()} == {
+        "sd3": (28, 7.0), "dev": (28, 3.5), "schnell": (4, 0.0), "kontext": (28, 3.5), "de-distilled": (28, 0.0)
+    }  # fmt: skip
     assert [name for name, each in terms.items() if each.reads_images] == ["kontext"]
-    assert [family_of(name).kind for name in MAKE] == ["sd3", "flux1", "flux1", "flux1"]
+    assert [family_of(name).kind for name in MAKE] == ["sd3"] + ["flux1"] * 4
     assert {(family_of(name).width, family_of(name).size_multiple) for name in MAKE} == {(32, 4), (256, 4)}
     with pytest.raises(ModelError, match="flux1 models take no ControlNets"):
         family_of("dev").controlnet("edges", Path("folder"))
@@ -128,6 +134,32 @@ def test_bounds_are_taken(family_of, edge, length):
     request = asked(family, width=edge, height=edge, max_sequence_length=length, prompt="")
     check_takes(request, family.terms)
     assert family.measure(request).row.size == (edge // 4) ** 2 + 77 + length
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize("model", ["schnell", "de-distilled"])
+def test_no_guidance_is_taken_where_there_is_none(family_of, model, scale):
+    """Clients that always send a scale send one that changes nothing."""
+    family = family_of(model)
+    request = asked(family, guidance_scale=scale)
+    check_takes(request, family.terms)
+    assert family.measure(request).rows == 1
+
+
+def test_what_was_made_of_dev_without_its_input_has_guidance_by_a_negative_prompt(family_of):
+    """It reads texts as long as dev does."""
+    family = family_of("de-distilled")
+    request = asked(family, true_cfg_scale=2.0, negative_prompt="blue", max_sequence_length=512)
+    check_takes(request, family.terms)
+    assert family.measure(request).rows == 2
+
+
+@pytest.mark.parametrize("make", [tiny_sd3, tiny_flux])
+def test_openvino_by_name_is_an_error(make, tmp_path):
+    """It was asked for, and does not run these."""
+    folder = make(tmp_path / "model")
+    with pytest.raises(ModelError, match="executor: openvino cannot be used"):
+        opened(folder, executor=ExecutorName.OPENVINO)
 
 
 def config(folder: Path, part: str, **changes: Any) -> None:
