@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.cluster
 
 _SCRIPT = """
-import json, os, sys
+import json, os, sys, time
 import ray
 from plait.config import PlaitConfig
 from plait.deployments import deployments
@@ -44,6 +44,8 @@ for replicas in (1, 4):
     for _, each in made:
         ray.kill(each)
     del made
+    while ray.available_resources().get("GPU") != 2:  # what is being given back would be taken around
+        time.sleep(0.1)
 print(json.dumps(found))
 ray.shutdown()
 """

@@ -146,8 +146,9 @@ class TestGoodput:
 
 
 class TestDefinition:
-    def test_every_system_has_layouts_for_every_workload(self, tmp_path):
+    def test_every_system_has_layouts_for_every_workload(self, tmp_path, monkeypatch):
         """One thread and all cores; the peer also with and without a thread of its own."""
+        monkeypatch.setattr(goodput, "cores", lambda: 2)
         for model in SCALES:
             for system in SYSTEMS:
                 layouts = layouts_of(model, system, tmp_path)
