@@ -134,7 +134,8 @@ class Server:
         )
 
     def wait(self, done):
-        wait_for(done, lambda: f"{self.serve.status()}", limit_s=PATIENCE_S)
+        gauges = ("plait_node_gpus", "plait_node_idle_gpus", "plait_node_stranded_gpus")
+        wait_for(done, lambda: f"{self.serve.status()} {[*map(self.gauge, gauges)]}", limit_s=PATIENCE_S)
 
 
 def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path, capsys):
