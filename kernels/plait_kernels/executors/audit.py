@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class AuditPlan:
 
     every: int = 10_000
     folder: Path | None = None
-    pending_bytes: int = 64 << 20
+    pending_bytes: int = 16 << 20
     kept: int = 16
     known_shapes: int = 1024
     quiet_s: float = 1.0
@@ -73,8 +74,9 @@ class _Sample:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of inputs and outputs; factors are shared with those who run."""
-        return sum(value.nbytes for value in (*self.inputs, *self.outputs))
+        """The bytes of inputs, outputs and factors: once its batch has ended, nothing else keeps these."""
+        factors = () if self.factors is None else chain.from_iterable(self.factors.by_path.values())
+        return sum(value.nbytes for value in (*self.inputs, *self.outputs, *factors))
 
 
 class Auditor:

@@ -136,13 +136,29 @@ def test_rounding_is_no_drift():
     assert 0.0 < found.largest < 1.0
 
 
+def bytes_of_a_call() -> int:
+    """What the inputs and outputs of `small_inputs(1, 4, 4)` take."""
+    inputs = small_inputs(1, 4, 4)
+    return sum(value.nbytes for value in (*inputs, *reference().run(inputs)))
+
+
+def test_factors_that_only_a_waiting_call_keeps_take_room():
+    """A batch that has ended leaves them to it."""
+    busy = threading.Event()
+    auditor = auditor_in(idle=busy.is_set, pending_bytes=2 * bytes_of_a_call())
+    audited = watched(auditor, WrongSomewhere(lambda _: False))
+    for factors in (None, small_factors([{"point": 2}])):
+        audited.run(small_inputs(1, 4, 4), factors)
+    busy.set()
+    auditor.wait()
+    found = auditor.statistics()
+    assert (found.checked, found.skipped) == (1, 1)
+
+
 def test_nothing_is_computed_while_others_compute():
     """Calls wait for an idle moment; where there is no room left, they are let go, and the next of their shape may."""
     busy = threading.Event()
-    one_call = sum(value.nbytes for value in small_inputs(1, 4, 4)) + sum(
-        value.nbytes for value in reference().run(small_inputs(1, 4, 4))
-    )
-    auditor = auditor_in(idle=busy.is_set, pending_bytes=2 * one_call)
+    auditor = auditor_in(idle=busy.is_set, pending_bytes=2 * bytes_of_a_call())
     audited = watched(auditor, WrongSomewhere(lambda _: False))
     for height, width in ((4, 4), (2, 8), (8, 2), (8, 2)):
         audited.run(small_inputs(1, height, width))
