@@ -51,6 +51,8 @@ _MAX_SEEN = 256
 _LARGER, _SMALLER_CALLS = 4, 128
 """The model keeps what its largest shape took to compute in: 260 MiB where the starter made one image of 368x368. That
 goes back after so many calls in a row whose input is at most a fourth of the largest one's."""
+_SIZES_BEFORE_RETURN = 64
+"""What is kept of each new size lies between memory that was freed: the C library gives that back after so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +108,7 @@ class OpenVinoProgram:
         self._seen: OrderedDict[Key, int | None] = OrderedDict()  # None: a copy failed
         self._sizes: OrderedDict[Key, int | None] = OrderedDict()
         self._calls = 0
-        self._largest = self._smaller_calls = 0
+        self._largest = self._smaller_calls = self._new_sizes = 0
         self._is_copying = False
 
     @property
@@ -142,6 +144,10 @@ class OpenVinoProgram:
         self._calls += 1
         self._may_release(inputs[0].numel())
         size_calls = _counted(self._sizes, tuple(tuple(value.shape[1:]) for value in inputs)) or 0
+        if size_calls == 1:
+            self._new_sizes += 1
+            if self._new_sizes % _SIZES_BEFORE_RETURN == 0:
+                _return_memory_aside()
         copy = self._copies.get(key)
         if copy is None:
             self._may_copy(key, is_rare=size_calls < _SIZE_CALLS_BEFORE_COPY)
@@ -165,7 +171,7 @@ class OpenVinoProgram:
         self._largest = max(self._largest, size)
         if self._smaller_calls == _SMALLER_CALLS:
             self._compiled.release()
-            background.start("plait-return-memory", return_memory)  # .1 s, of a GB
+            _return_memory_aside()
             self._largest, self._smaller_calls = size, 0
 
     def _key(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> Key:
@@ -250,6 +256,10 @@ class OpenVinoProgram:
         found = _Compiled(compiled, self._layers)
         self._probe.check(found.infer(self._probe.inputs, self._probe.factors))
         return found
+
+
+def _return_memory_aside() -> None:
+    background.start("plait-return-memory", return_memory)  # .1 s, of a GB
 
 
 def _counted(seen: OrderedDict[Key, int | None], key: Key) -> int | None:

@@ -455,6 +455,20 @@ def test_what_a_large_shape_took_goes_back(converted, block, monkeypatch):
     assert len(released) == 1
 
 
+def test_what_new_sizes_freed_goes_back(converted, monkeypatch):
+    """After each 64 of them, however often they come."""
+    returned = []
+    monkeypatch.setattr(openvino_program.background, "start", lambda name, work: returned.append(name))
+    program = openvino_at(converted, copies_bytes=0).open("k")
+    sizes = [(height, width) for height in range(1, 9) for width in range(1, 9)]
+    for height, width in sizes[:-1] * 2:
+        program.run(small_inputs(1, height, width))
+    assert returned == []
+    for height, width in (sizes[-1], sizes[0]):
+        program.run(small_inputs(1, height, width))
+    assert returned == ["plait-return-memory"]
+
+
 def test_a_single_token_after_that_spoils_nothing(tmp_path):
     """A dynamic model whose very first sequence has one token is wrong for longer ones; one that gave back is not
     new."""
