@@ -7,6 +7,7 @@ open system is a *subject*, which is measured once in each round. What a subject
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import subprocess
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
-from plait_bench.summary import percentile
 
 Say: TypeAlias = Callable[[str], None]
 """Receives progress messages, one line each."""
@@ -170,6 +170,20 @@ class Benchmark:
 
     workloads: tuple[Workload, ...]
     session: Callable[[Say], AbstractContextManager[None]] = field(default=lambda _: nullcontext())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which `share` (0..1) of `values` lie, linear between neighbours. Raises ValueError if
+    there are none."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    if ordered[low] == ordered[high]:  # of two that are infinite nothing can be subtracted
+        return ordered[low]
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def readings(values: Mapping[str, float], **more: str) -> list[Reading]:

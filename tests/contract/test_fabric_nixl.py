@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait_bench.fabric.peer import spawned_peer
+from plait_bench.fabric.peer import echo, spawned_peer
 from plait_fabric import (
     Channel,
     FabricOptions,
@@ -170,7 +170,7 @@ def test_killed_in_mid_flood(library: None) -> None:
     payload = os.urandom(1 << 20)
     with (
         listen(ADDRESS, secret=SECRET) as listener,
-        spawned_peer("echo", listener.address, SECRET) as process,
+        spawned_peer(echo, listener.address, SECRET) as process,
         listener.accept(WAIT_S) as channel,
         ThreadPoolExecutor(1) as threads,
     ):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from plait_bench.fabric.peer import spawned_peer
+from plait_bench.fabric.peer import echo, spawned_peer
 from plait_fabric.endpoints import connect, listen
 from plait_fabric.errors import (
     AcceptTimeout,
@@ -36,7 +36,7 @@ from plait_fabric.transport.auth import CHALLENGE_BYTES, RESPONSE_BYTES
 from plait_fabric.transport.frames import FrameKind, pack_head
 from plait_fabric.values import Address, FabricOptions
 from suites.fabric_channel import SECRET, SOON_S, WAIT_S, eventually
-from suites.fabric_raw import raw_ends
+from suites.fabric_raw import flood, hold, raw_ends
 
 __all__ = ["ListenerConformance", "ProcessConformance"]
 
@@ -119,7 +119,7 @@ class ProcessConformance:
 
     def test_echo_across_processes(self, listener: Listener) -> None:
         """Small and large payloads go to another process and back."""
-        with spawned_peer("echo", listener.address, SECRET), listener.accept(WAIT_S) as channel:
+        with spawned_peer(echo, listener.address, SECRET), listener.accept(WAIT_S) as channel:
             for nbytes in (0, 10, 8_192, 8_193, 3_000_000):
                 payload = os.urandom(nbytes)
                 channel.send({"nbytes": nbytes}, [payload, b"tail"])
@@ -129,7 +129,7 @@ class ProcessConformance:
     def test_killed_peer_wakes_recv_and_leaves_nothing(self, listener: Listener) -> None:
         """kill -9 of the peer ends a waiting `recv` at once with a `PeerLost` that says so; /dev/shm is as before."""
         before = _shared_memory_files()
-        with spawned_peer("hold", listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
+        with spawned_peer(hold, listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
             channel.recv(WAIT_S).release()
             with ThreadPoolExecutor(1) as threads:
                 waiting: Future[object] = threads.submit(channel.recv, WAIT_S)
@@ -145,7 +145,7 @@ class ProcessConformance:
 
     def test_killed_peer_wakes_a_waiting_sender(self, listener: Listener) -> None:
         """kill -9 of a peer that does not receive ends a waiting `send` with `PeerLost` at once."""
-        with spawned_peer("hold", listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
+        with spawned_peer(hold, listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
 
             def fill() -> None:
                 while True:
@@ -159,7 +159,7 @@ class ProcessConformance:
 
     def test_killed_in_mid_flood(self, listener: Listener) -> None:
         """A peer killed while it sends loses at most what was in flight: no torn message arrives."""
-        with spawned_peer("flood", listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
+        with spawned_peer(flood, listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
             for expected in itertools.count():
                 try:
                     message = channel.recv(WAIT_S)

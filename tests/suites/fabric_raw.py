@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from plait_fabric.transport.shm import ShmChannel, create_segment
 from plait_fabric.transport.tcp import TcpChannel
 from plait_fabric.values import FabricOptions, Scheme
 
-__all__ = ["RawEnds", "raw_ends"]
+__all__ = ["RawEnds", "flood", "hold", "raw_ends"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +110,19 @@ def _sockets() -> tuple[socket.socket, socket.socket]:
 
 def _nothing(note: bytes) -> None:
     raise AssertionError(f"nothing is told over a stream: {note!r}")
+
+
+# ---- peers in a process of their own ---------------------------------------------------------------------------------
+
+
+def hold(channel: Channel) -> None:
+    """Say that the channel is there, and never receive."""
+    channel.send({"ready": True})
+    sys.stdin.read()
+
+
+def flood(channel: Channel) -> None:
+    """Send messages of 1 MiB until killed."""
+    payload = bytes(1 << 20)
+    for number in itertools.count():
+        channel.send({"number": number}, [payload])

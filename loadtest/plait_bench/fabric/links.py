@@ -11,9 +11,8 @@ import time
 from collections.abc import Mapping
 from itertools import pairwise
 
-from plait_bench.benchmark import Reading, Workload, readings
-from plait_bench.fabric.peer import WAIT_S, channel_to
-from plait_bench.summary import percentile
+from plait_bench.benchmark import Reading, Workload, percentile, readings
+from plait_bench.fabric.peer import WAIT_S, bounce, channel_to
 from plait_fabric import Channel
 from plait_fabric.link.link import Link
 from plait_fabric.link.link_files import LINKS, read_links
@@ -58,7 +57,7 @@ def _modelled(name: str, link: Link) -> list[Reading]:
 def _measured(name: str, link: Link) -> list[Reading]:
     """Measure a channel over the link."""
     found: list[Reading] = []
-    with channel_to("bounce", link=link) as (channel, _):
+    with channel_to(bounce, link=link) as (channel, _):
         for size, nbytes in SIZES_BYTES.items():
             one_way_s, late = _one_way_s(channel, nbytes)
             remark = f"host slower in {late:.0%}" if late else ""

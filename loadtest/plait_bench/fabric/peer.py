@@ -1,22 +1,15 @@
 """A peer in a process of its own, for measurements and for the conformance suites of the fabric.
 
-It exits when the channel ends, or when its standard input does.
-
-Modes: `echo` sends every message back; `bounce` sends a lease of the same size back without writing
-to it, and whether the message was late; `drain` reads all bytes of all messages, and answers one
-with `end` in its header with what it has read; `hold` connects, sends `{"ready": true}` and never
-receives; `flood` sends messages of 1 MiB until it is killed.
+It ends with its channel.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 
 import numpy as np
 
@@ -34,7 +27,8 @@ PEER_START_S = 60.0
 WAIT_S = 60.0
 """How long an answer may take before the run is abandoned."""
 
-_FLOOD_BYTES = 1 << 20
+Loop = Callable[[Channel], None]
+"""What a peer does with its channel, until that ends: a function of a module, which the process imports."""
 
 
 def echo(channel: Channel) -> None:
@@ -45,7 +39,7 @@ def echo(channel: Channel) -> None:
 
 
 def bounce(channel: Channel) -> None:
-    """Send a lease of the same size back."""
+    """Send a lease of the same size back without writing to it, and whether the message was late."""
     lease = channel.pool.acquire(0)
     while True:
         with channel.recv() as message:
@@ -58,7 +52,7 @@ def bounce(channel: Channel) -> None:
 
 
 def drain(channel: Channel) -> None:
-    """Read every byte of every message."""
+    """Read every byte of every message; answer one with `end` in its header with what was read."""
     read_bytes, total = 0, 0
     while True:
         with channel.recv() as message:
@@ -70,37 +64,23 @@ def drain(channel: Channel) -> None:
                 read_bytes, total = 0, 0
 
 
-def _flood(channel: Channel) -> None:
-    payload = bytes(_FLOOD_BYTES)
-    for number in count():
-        channel.send({"number": number}, [payload])
-
-
-def _hold(channel: Channel) -> None:
-    channel.send({"ready": True})
-    sys.stdin.read()
-
-
-def _run(mode: str, address: str, secret: bytes, options: FabricOptions, link: Link | None) -> None:
+def _run(loop: Loop, address: str, secret: bytes, options: FabricOptions, link: Link | None) -> None:
     with connect(address, secret=secret, options=options) as plain, suppress(PeerLost):
-        _LOOPS[mode](plain if link is None else modelled(plain, link))
-
-
-_LOOPS = {"echo": echo, "bounce": bounce, "drain": drain, "hold": _hold, "flood": _flood}
+        loop(plain if link is None else modelled(plain, link))
 
 
 @contextmanager
 def spawned_peer(
-    mode: str, address: str, secret: bytes, options: FabricOptions | None = None, link: Link | None = None
+    loop: Loop, address: str, secret: bytes, options: FabricOptions | None = None, link: Link | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the peer, over a modelled link if one is given; kill it (-9) at the end of the block if it still runs."""
-    with started(_run, mode, address, secret, options or FabricOptions(), link) as process:
+    with started(_run, loop, address, secret, options or FabricOptions(), link) as process:
         yield process
 
 
 @contextmanager
 def channel_to(
-    mode: str, scheme: str = "shm", *, options: FabricOptions | None = None, link: Link | None = None
+    loop: Loop, scheme: str = "shm", *, options: FabricOptions | None = None, link: Link | None = None
 ) -> Iterator[tuple[Channel, int]]:
     """Open a channel to a new peer; yield it, and the peer's process id."""
     secret, options = new_secret(), options or FabricOptions()
@@ -108,7 +88,7 @@ def channel_to(
         address = f"shm://{folder}/socket" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
         with (
             listen(address, secret=secret, options=options) as listener,
-            spawned_peer(mode, listener.address, secret, options, link) as peer,
+            spawned_peer(loop, listener.address, secret, options, link) as peer,
             listener.accept(PEER_START_S) as channel,
         ):
             yield channel if link is None else modelled(channel, link), peer.pid

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import count
 
-from plait_bench.benchmark import Reading, Workload, readings, started
-from plait_bench.fabric.peer import WAIT_S, channel_to
-from plait_bench.summary import percentile
+from plait_bench.benchmark import Reading, Workload, percentile, readings, started
+from plait_bench.fabric.peer import WAIT_S, channel_to, echo
 from plait_fabric import Channel, FabricOptions
 
 _BYTES, _REPEATS, _WARM_UP = 64, 10_000, 500
@@ -39,7 +38,7 @@ class RoundTrips(Workload):
     def take(self, system: str, number: int) -> list[Reading]:
         """Time messages over a new channel, or to a bare peer. Whatever starts with the peer belongs to the warm-up."""
         if system in _SPIN_S:
-            with channel_to("echo", options=FabricOptions(spin_s=_SPIN_S[system])) as (channel, _):
+            with channel_to(echo, options=FabricOptions(spin_s=_SPIN_S[system])) as (channel, _):
                 times_us = round_trips_us(channel, _BYTES, _WARM_UP + _REPEATS)
         else:
             times_us = bare_round_trips_us(_BYTES, _WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from plait_bench.benchmark import Reading, Say, Workload, readings
 from plait_bench.errors import BenchError
-from plait_bench.fabric.peer import WAIT_S, channel_to, on_separate_cores
+from plait_bench.fabric.peer import WAIT_S, channel_to, drain, on_separate_cores
 from plait_fabric import Channel
 from plait_fabric.memory.pool import copy_bytes
 
@@ -41,7 +41,7 @@ class Throughput(Workload):
         """Time all passes, after one that touches the pages; with a remark on the cores that were used."""
         if system == "memcpy":
             return self._timed(self._copy)
-        with channel_to("drain") as (channel, pid), on_separate_cores(pid) as layout:
+        with channel_to(drain) as (channel, pid), on_separate_cores(pid) as layout:
             return self._timed(lambda passes: self._send(channel, passes), layout)
 
     def _timed(self, run: Callable[[int], None], layout: str = "") -> list[Reading]:

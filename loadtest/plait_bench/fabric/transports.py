@@ -13,10 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Reading, Workload, readings
+from plait_bench.benchmark import Reading, Workload, percentile, readings
 from plait_bench.errors import SystemUnavailable
-from plait_bench.fabric.peer import WAIT_S, channel_to
-from plait_bench.summary import percentile
+from plait_bench.fabric.peer import WAIT_S, bounce, channel_to
 from plait_fabric import Channel, FabricOptions, Unsupported
 from plait_fabric.transport.nixl_endpoint import load_nixl
 
@@ -51,7 +50,7 @@ class Transports(Workload):
         """Open a channel, and time all sizes."""
         options = FabricOptions(one_sided_from_bytes=1, nixl_transport=_NIXL.get(system, ""))
         found: list[Reading] = []
-        with channel_to("bounce", system.partition("_")[0], options=options) as (channel, _):
+        with channel_to(bounce, system.partition("_")[0], options=options) as (channel, _):
             for size, nbytes in SIZES_BYTES.items():
                 found += readings({"there_and_back_us": _trip_us(channel, nbytes)}, workload=f"{self.name}-{size}")
         return found

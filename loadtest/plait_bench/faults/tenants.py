@@ -21,7 +21,7 @@ from typing import Any
 import httpx2
 from safetensors.numpy import load_file, save_file
 
-from plait_bench.benchmark import Reading, ResultRow, readings
+from plait_bench.benchmark import Reading, ResultRow, percentile, readings
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.attacks import ALL, KEYS, LORA_SETS, attacking
 from plait_bench.faults.killing import quiet
@@ -37,7 +37,6 @@ from plait_bench.faults.server import (
     peaks,
     send_all,
 )
-from plait_bench.summary import percentile
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, RawClass, Scenario

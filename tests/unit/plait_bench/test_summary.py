@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_bench.benchmark import ResultRow
-from plait_bench.summary import percentile
+from plait_bench.benchmark import ResultRow, percentile
 
 
 def summarise(values):
