@@ -22,8 +22,6 @@ from plait_bench.host import PACKAGE_FOLDERS, ROOT, history
 from plait_bench.job import RESULTS
 
 Record = Mapping[str, Any]
-_Rows = Mapping[tuple[str, str, str], Record]
-"""By workload, system and metric."""
 
 PAGE = ROOT / "loadtest" / "RESULTS.md"
 _MAX_LINES, _MAX_NAMES = 8, 8

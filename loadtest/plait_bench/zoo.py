@@ -151,10 +151,9 @@ class _Dataset:
 
     user_num, item_num = _BOLE_USER["user_id"], _BOLE_ITEM["item_id"]
 
-    def __init__(self, *, dense: bool) -> None:
-        kinds = import_module("recbole.utils").FeatureType
-        numbers = ("age", "price") if dense else ()
-        self.field2type = dict.fromkeys((*_BOLE_USER, *_BOLE_ITEM), kinds.TOKEN) | dict.fromkeys(numbers, kinds.FLOAT)
+    def __init__(self) -> None:
+        kinds, ids = import_module("recbole.utils").FeatureType, (*_BOLE_USER, *_BOLE_ITEM)
+        self.field2type = dict.fromkeys(ids, kinds.TOKEN) | dict.fromkeys(("age", "price"), kinds.FLOAT)
 
     def num(self, field: str) -> int:
         """Return the number of values of a field."""
@@ -170,7 +169,7 @@ def _recbole(kind: str, name: str) -> Built:
     loaded: dict[str, Any] = yaml.safe_load((library / "properties" / "model" / f"{name}.yaml").read_text())
     loaded |= {key: float(loaded[key]) for key in ("layer_norm_eps",) if key in loaded}  # YAML 1.1 reads 1e-12 as text
     module = import_module(f"recbole.model.{kind}_recommender.{name.lower()}")
-    model = randomised(getattr(module, name)(_Config({**_COMMON, **loaded}), _Dataset(dense=True)))
+    model = randomised(getattr(module, name)(_Config({**_COMMON, **loaded}), _Dataset()))
     if kind == "context_aware":
         inputs: list[Input] = [Ids(key, side="user") for key in _BOLE_USER]
         inputs += [Ids(key, side="item") for key in _BOLE_ITEM]

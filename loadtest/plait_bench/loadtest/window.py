@@ -6,19 +6,27 @@ the generator's whole process tree.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
+
+import uvloop
 
 from plait_bench.benchmark import said, started
 from plait_bench.errors import SystemFailed
-from plait_bench.loadtest.noop import serve
 
 _START_S = 60.0
+_BODY = b'{"ok":true}'
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+_RESPONSE = _HEAD % len(_BODY) + _BODY
+_BLANK_LINE = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,51 @@ class ThroughputWindow:
         return 1000 * self.cpu_s / self.requests
 
 
+class NoopProtocol(asyncio.Protocol):
+    """The server that does nothing, as fast as Python can. Answers every complete request head; requests have no body,
+    and may arrive in pieces or several at once."""
+
+    served = 0  # by all connections
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._rest = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio.Protocol."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by name
+
+    def data_received(self, data: bytes) -> None:
+        """Part of asyncio.Protocol."""
+        assert self._transport is not None
+        if self._rest:
+            data = self._rest + data
+        requests = data.count(_BLANK_LINE)
+        self._rest = b"" if data.endswith(_BLANK_LINE) else data[data.rfind(_BLANK_LINE) + 4 :] if requests else data
+        if requests:
+            NoopProtocol.served += requests
+            self._transport.write(_RESPONSE * requests)
+
+
+def _tell() -> None:
+    for _ in sys.stdin:
+        print(NoopProtocol.served, flush=True)
+
+
+async def _serve_and_count() -> None:
+    """Serve on a free port and print it; print the number of requests so far after each line on standard input."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(NoopProtocol, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await loop.run_in_executor(None, _tell)
+    server.close()
+
+
+def _serve() -> None:
+    """Run the server, until standard input ends."""
+    uvloop.run(_serve_and_count())
+
+
 class NoopServer:
     """The server that does nothing, in a process of its own."""
 
@@ -58,7 +111,7 @@ class NoopServer:
 @contextmanager
 def noop_server() -> Iterator[NoopServer]:
     """Run the server. Raises `SystemFailed`."""
-    with started(serve) as process:
+    with started(_serve) as process:
         yield NoopServer(process)
 
 
