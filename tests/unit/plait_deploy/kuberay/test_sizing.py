@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies
 
 from plait_deploy.errors import DeployError
-from plait_deploy.kuberay.sizing import pods_for
+from plait_deploy.kuberay.render import pods_for
 from plait_deploy.placement.demands import Reservation
 
 
