@@ -66,17 +66,6 @@ def of_ns(values_ns: npt.NDArray[np.integer[Any]]) -> Histogram:
     return Histogram(bucket=bucket, count=count.astype(np.int64))
 
 
-def merged(parts: Iterable[Histogram]) -> Histogram:
-    """Return the histogram of all their values together: exact, whatever the partition was."""
-    parts = list(parts)
-    if not parts:
-        return EMPTY
-    bucket, where = np.unique(np.concatenate([part.bucket for part in parts]), return_inverse=True)
-    count = np.zeros(bucket.size, np.int64)
-    np.add.at(count, where, np.concatenate([part.count for part in parts]))
-    return Histogram(bucket=bucket, count=count)
-
-
 def bucket_of(values_ns: Ints) -> Ints:
     """Return the bucket of each value, int64, same shape."""
     value = np.clip(values_ns, 0, HIGHEST_NS)

@@ -100,7 +100,7 @@ class ClassSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSummary:
-    """A whole run. `start_s` and `seconds`: the measured time, from the start of the run."""
+    """A whole run. `seconds`: the measured time."""
 
     total: ClassSummary
     classes: tuple[ClassSummary, ...]
@@ -108,7 +108,6 @@ class RunSummary:
     echo_ms: Percentiles
     lag_limit_ms: float
     reasons: tuple[Reason, ...]
-    start_s: float
     seconds: float
     wall_s: float
     cpu_s: float
@@ -152,7 +151,6 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
             problems=result.problems,
             abandoned=result.abandoned,
         ),
-        start_s=run.window.start_ns / 1e9,
         seconds=run.window.seconds,
         wall_s=result.wall_s,
         cpu_s=result.cpu_s,

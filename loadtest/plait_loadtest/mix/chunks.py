@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from plait_loadtest.distributions import Floats, cumulative
+from plait_loadtest.distributions import Floats, cumulative, pick
 from plait_loadtest.seeds import Numbered
 
 CHUNK = 1024
@@ -51,8 +51,8 @@ class WeightedChoice:
 
     def pick(self, uniforms: Floats) -> list[int]:
         """Return a value for each uniform."""
-        picked = self._values[np.searchsorted(self._sums, uniforms, side="right")]
-        return [int(value) for value in picked.tolist()]
+        found: list[int] = self._values[pick(self._sums, uniforms)].tolist()
+        return found
 
 
 def pick_texts(texts: Sequence[str], uniforms: Floats) -> list[str]:
