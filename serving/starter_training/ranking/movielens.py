@@ -28,10 +28,9 @@ from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.package import PackageOptions, open_package, write_package
 from plait_disagg.package.items import Items
 from plait_disagg.values import RankRequest
-from plait_serving.starter.ranking.match import Match
-from starter_training.ranking.auc import auc
+from plait_serving.starter.ranking.picks import Match
 from starter_training.ranking.movielens_data import AGES, BadArchive, MovieLens, RatingSession, read_movielens
-from starter_training.ranking.train import as_bag
+from starter_training.ranking.train import as_bag, auc
 
 __all__ = [
     "BadArchive",

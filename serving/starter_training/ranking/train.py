@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 from plait_disagg.package import Items, PackageOptions, write_package
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, Picks, build, item_names, items
-from starter_training.ranking.auc import auc
 from starter_training.ranking.clicks import Clicks, make_clicks
 from starter_training.ranking.films import FilmCatalog, make_catalog
 
@@ -150,6 +149,23 @@ def item_arrays(catalog: FilmCatalog) -> Mapping[str, torch.Tensor]:
         "year": torch.from_numpy(catalog.year).float().unsqueeze(1),
         "popularity": torch.from_numpy(catalog.popularity).float().unsqueeze(1),
     }
+
+
+def auc(labels: ArrayLike, scores: ArrayLike) -> float:
+    """Return the probability that a positive scores above a negative, ties counted half (Mann-Whitney U over the number
+    of pairs).
+
+    Raises ValueError if one of the two is missing.
+    """
+    is_positive = np.asarray(labels, dtype=bool).ravel()
+    _, place, counts = np.unique(np.asarray(scores, dtype=np.float64).ravel(), return_inverse=True, return_counts=True)
+    positives = int(is_positive.sum())
+    negatives = is_positive.size - positives
+    if not positives or not negatives:
+        raise ValueError("AUC needs positives and negatives")
+    last_rank = np.cumsum(counts)
+    rank = (last_rank - (counts - 1) / 2)[place]
+    return float((rank[is_positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
 def as_bag(padded: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,6 @@ from torch import nn
 
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_serving.starter.manifest import WEIGHTS
-from plait_serving.starter.ranking.match import Match
 from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
 
 FOLDER = WEIGHTS / "recommend"
@@ -38,6 +37,29 @@ INPUTS: tuple[Input, ...] = (
     Dense("year", side="item"),
     Dense("popularity", side="item"),
 )
+
+
+class Match(nn.Module):
+    """A logit per row from the dot products of all vectors of a person with all of a film, and the vectors themselves.
+    The MovieLens model compares them so, too."""
+
+    def __init__(self, *, person: int, film: int, dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.top = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Linear(person * film + (person + film) * dim, 64),
+            nn.ReLU(),
+            nn.Linear(64, 32),
+            nn.ReLU(),
+            nn.Linear(32, 1),
+        )
+
+    def forward(self, person: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
+        """Map (B, P, D) and (B, F, D) to (B,), from P and F vectors."""
+        dots = torch.bmm(person, film.transpose(1, 2))
+        read = torch.cat([dots.flatten(1), person.flatten(1), film.flatten(1)], dim=1)
+        logits: torch.Tensor = self.top(read).squeeze(1)
+        return logits
 
 
 class Picks(nn.Module):

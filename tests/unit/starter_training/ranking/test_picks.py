@@ -19,9 +19,8 @@ from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.ranking import build, item_names, items
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE
 from plait_serving.starter.words import GENRES
-from starter_training.ranking.auc import auc
 from starter_training.ranking.films import make_catalog
-from starter_training.ranking.train import PicksRecipe, judge, train_picks
+from starter_training.ranking.train import PicksRecipe, auc, judge, train_picks
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), min_size=2, max_size=30))
