@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from plait_serving.ranking.local import LocalRankingService
 
-_log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """So long after a request what tenants used is asked for: what a replica counts after that is lost with it."""

@@ -12,7 +12,6 @@ from plait_deploy.placement.state import ClusterState, Ints, kind_of
 from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
 
 _CPU_MILLI, _GPU_MILLI = 128_000, 8_000
-_FINE = 10**12
 
 
 class FirstFitPolicy:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -26,8 +25,6 @@ from plait_serving.diffusion.loading import load_module
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.weight_files import WeightFiles
-
-_log = logging.getLogger(__name__)
 
 _KEPT_CALLS, _KEPT_SHARE, _KEPT_BYTES = 1024, 64, 1 << 20
 """So many answers, and of all but the newest such a share of what the encoders take (of T5-XXL in bfloat16 149 MB: 35

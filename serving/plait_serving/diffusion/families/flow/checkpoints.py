@@ -32,7 +32,6 @@ _CHANNELS = {
     128: "FLUX.1 Canny or Depth, which take a control image",
 }
 _QUANTIZED = re.compile(r"\.(quant_state\.|absmax$|quant_map$|qweight$|scale_weight$)")
-_FLOATS = {"F16", "BF16", "F32"}
 
 
 def own_names(keys: Collection[str]) -> dict[str, str]:
