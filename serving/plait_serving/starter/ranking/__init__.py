@@ -2,11 +2,9 @@
 
 ::
 
+    from plait_serving.starter.ranking.picks import build, item_names, items
+
     module, inputs = build()      the trained model and its inputs
     arrays = items()              the item-side inputs of every film, by id
     names = item_names()          "The Crimson Canyon (1968)", ...
 """
-
-from plait_serving.starter.ranking.picks import build, item_names, items
-
-__all__ = ["build", "item_names", "items"]

@@ -16,8 +16,7 @@ from plait_disagg.graph.inputs import check_inputs, tensor_names
 from plait_disagg.package import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.manifest import manifest_problems
-from plait_serving.starter.ranking import build, item_names, items
-from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE
+from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, build, item_names, items
 from plait_serving.starter.words import GENRES
 from starter_training.ranking.films import make_catalog
 from starter_training.ranking.train import PicksRecipe, auc, judge, train_picks
