@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -69,23 +70,28 @@ def read_csv(path: Path, mapped: CsvMap) -> LibraryRun:
     is not added twice. Raises `LibraryError` naming the file and the column or line."""
     try:
         content = path.read_bytes()
-        rows = list(csv.DictReader(content.decode("utf-8-sig").splitlines()))
+        table = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""))
+        rows = [(table.line_num, row) for row in table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LibraryError(f"{path}: {error}") from error
-    header = list(rows[0]) if rows else []
-    missing = [name for name in mapped.columns() if name not in header]
-    if missing:
-        has = f"it has {', '.join(map(str, header))}" if rows else "it has no rows"
-        raise LibraryError(f"{path} has no column {missing[0]!r}; {has}")
+    header = list(table.fieldnames or ()) if rows else []
+    for name in mapped.columns():
+        if name not in header:
+            has = f"it has {', '.join(header)}" if rows else "it has no rows"
+            raise LibraryError(f"{path} has no column {name!r}; {has}")
+        if header.count(name) > 1:
+            raise LibraryError(f"{path} has {header.count(name)} columns {name!r}")
     trials, repeats = [], Counter[tuple[Value, ...]]()
-    for line, row in enumerate(rows, 2):
+    for number, (line, row) in enumerate(rows):
         try:
+            if None in row:  # such as the half of a number with an unquoted comma: which is which?
+                raise ValueError(f"it has more fields than the header, at its end {row[None][-1]!r}")
             config = _config(row, mapped.knobs)
             outcome = _outcome(row, mapped)
         except (TunerError, ValueError) as error:
             raise LibraryError(f"{path}, line {line}: {error}") from error
         key = tuple(config.values())
-        trials.append(Trial(number=line - 2, config=config, outcome=outcome, repeat=repeats[key]))
+        trials.append(Trial(number=number, config=config, outcome=outcome, repeat=repeats[key]))
         repeats[key] += 1
     return LibraryRun(
         run_id=f"{mapped.service}-{hashlib.sha256(content).hexdigest()[:8]}",
@@ -119,13 +125,18 @@ def _outcome(row: Mapping[str, str | None], mapped: CsvMap) -> TrialOutcome:
 
 
 def _value(text: str) -> Value:
-    """Return the text as what a job file would read it as: true, 4, 0.5 or a word."""
+    """Return the text as what a job file would read it as: true, 4, 0.5 or a word. Raises `ValueError` for NaN and
+    what no float holds."""
     lowered = text.lower()
     if lowered in ("true", "false"):
         return lowered == "true"
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no value of a knob")
+    try:
+        return int(text)
+    except ValueError:
+        return number
