@@ -7,6 +7,7 @@ trial has no loss at all. `loss` is what designers minimise.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -214,7 +215,7 @@ def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
         goals.append(Goal(short.get(match[2], match[2]), "max" if match[1] == "max" else "min"))
         if match[3]:
             rate_per_s = _number(match[3])
-            if not 0.0 < rate_per_s < float("inf"):
+            if rate_per_s <= 0.0:
                 msg = f"the goal {part.strip()!r} needs a rate above 0"
                 raise ObjectiveError(msg)
             found.append(at_least(GOODPUT_PER_S, rate_per_s))
@@ -229,10 +230,13 @@ def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
+        number = math.inf
+    if not math.isfinite(number):
         msg = f"{text!r} is no number"
-        raise ObjectiveError(msg) from None
+        raise ObjectiveError(msg)
+    return number
 
 
 def _check_limits(limits: Sequence[Limit]) -> None:

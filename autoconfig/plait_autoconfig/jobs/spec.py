@@ -348,15 +348,23 @@ class JobSpec(_SpecModel):
         missing = [name for name, each in self.knobs.items() if not each.when and name not in self.reference.config]
         if missing:
             raise ValueError(f"reference.config lacks {missing[0]}")
-        twice = _doubled([each.sets or name for name, each in self.knobs.items() if not each.when])
-        if twice:
-            raise ValueError(f"two knobs set {twice}")
+        self._check_sets()
         if goal.costs and not any((self.prices.core, self.prices.gpu, self.prices.gib)):
             raise ValueError(f"prices: core, gpu and gib are all 0, so {goal.costs[0]} has no value")
         rates = [limit for limit in goal.limits if limit.metric == GOODPUT_PER_S]
         if self.is_capacity_search and rates:
             raise ValueError(f"`{rates[0]}` asks for a given rate, not for the capacity: offered: given")
         return self
+
+    def _check_sets(self) -> None:
+        """Check that no two knobs that are active together set the same. Raises `ValueError`."""
+        everything = [each.sets or name for name, each in self.knobs.items()]
+        doubled = {name for name in everything if everything.count(name) > 1}
+        for config in (*self.space.cells(), self.default) if doubled else ():
+            active = [self.knobs[name].sets or name for name in config]
+            twice = next((name for name in active if active.count(name) > 1), None)
+            if twice:
+                raise ValueError(f"two knobs set {twice}")
 
     def _check_service(self, target: ServiceTarget) -> None:
         """Check what the service costs. Raises `SpaceError` or `ValueError`."""
@@ -367,8 +375,20 @@ class JobSpec(_SpecModel):
         named = target.reserves.cores or target.reserves.gpus
         if self.goal.costs and self.prices.basis == "reserved" and not named:
             raise ValueError(f"{self.goal.costs[0]} needs target.reserves: what a configuration takes, {{cores: 2}}")
+        if GOODPUT_PER_COST in self.goal.costs and self.prices.basis == "reserved":
+            self._check_price()
         if target.apply and self.prices.basis == "used":
             raise ValueError("prices.basis: what a service uses is only seen of one that target.command starts")
+
+    def _check_price(self) -> None:
+        """Check that no configuration is for nothing, as far as that is known. Raises `ValueError`."""
+        prices = {"cores": self.prices.core, "gpus": self.prices.gpu, "memory_gib": self.prices.gib}
+        if prices["memory_gib"] and self.reserved_by["memory_gib"] is None:  # as measured
+            return
+        for config in (*self.space.cells(), self.default):
+            if not any(prices[name] and each.value(config) for name, each in self.reserved_by.items() if each):
+                shown = ", ".join(f"{name} = {value}" for name, value in config.items())
+                raise ValueError(f"{GOODPUT_PER_COST} needs a cost, and by prices and target.reserves {shown} has none")
 
     @cached_property
     def reserved_by(self) -> Mapping[str, Formula | None]:
@@ -395,7 +415,3 @@ def changed_settings(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
     free = {"candidates", "budget", "confirm", "stop", "trial_limit_s", "start_limit_s", "library"}
     old, new = before.model_dump(), after.model_dump()
     return tuple(name for name in old if name not in free and old[name] != new[name])
-
-
-def _doubled(names: list[str]) -> str:
-    return next((name for index, name in enumerate(names) if name in names[:index]), "")

@@ -129,7 +129,9 @@ def test_the_named_objectives():
         ("min cost at rate 1e", [], "'1e' is no number"),
         ("min cost at rate 0", [], "'min cost at rate 0' needs a rate above 0"),
         ("min cost at rate -5", [], "needs a rate above 0"),
+        ("min cost at rate 1e999", [], "'1e999' is no number"),
         ("max a", ["p99 < 5"], "the limit 'p99 < 5' cannot be read"),
+        ("max a", ["p99 <= 1e999"], "'1e999' is no number"),
     ],
 )
 def test_unreadable_objectives_are_quoted(text, limits, said):

@@ -102,6 +102,10 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
         ({"target": {**SERVICE, "knobs": "file"}}, "target: `file`, a YAML or JSON file, goes with `knobs: file`"),
         ({"target": {**SERVICE, "knobs": "file", "file": "x"}}, "needs {file} among the arguments"),
         ({"target": {**SERVICE, "reserves": {}}}, "goodput_per_cost needs target.reserves"),
+        (
+            {"target": {**SERVICE, "reserves": {"cores": "replicas - 1"}}, "prices": {"gib": 0.0}},
+            "by prices and target.reserves replicas = 1, batch = 1 has none",
+        ),
         ({"target": {**SERVICE, "reserves": {"cores": "wheels"}}}, "formula `wheels` names wheels, which is no knob"),
         ({"target": {**SERVICE, "reserves": {"cores": "1 - batch"}}}, "gives no number from 0 up for replicas = 1, ba"),
         (
@@ -140,6 +144,19 @@ def test_a_formula_names_knobs_that_always_count():
     assert job(**changes, target=SERVICE)
     said = refused(job_text(**changes, target={**SERVICE, "reserves": {"cores": "batch"}}))
     assert "formula `batch` names batch, which has no value in every configuration" in said
+
+
+def test_knobs_that_set_the_same_are_never_active_together():
+    """Conditions may give one setting other values beside other choices; two values at once are none."""
+    wide = {"kind": "choice", "values": [8, 16], "sets": "engine.largest_batch"}
+    knobs = {
+        "replicas": JOB["knobs"]["replicas"],
+        "batch": {**JOB["knobs"]["batch"], "when": {"replicas": [1, 2]}},
+        "wide": {**wide, "when": {"replicas": [3, 4]}},
+    }
+    assert job(knobs=knobs, constraints=[])
+    both = {**knobs, "wide": {**wide, "when": {"replicas": [2]}}}
+    assert "two knobs set engine.largest_batch" in refused(job_text(knobs=both, constraints=[]))
 
 
 def test_only_what_says_how_far_to_go_may_change_in_a_job_that_began():
