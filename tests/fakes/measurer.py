@@ -60,6 +60,14 @@ def cloned_measurer(*, folder: Path, live: bool = False, commands: bool = False)
     return fake_measurer(folder=folder)
 
 
+def stuck_measurer(*, folder: Path) -> FakeMeasurer:
+    """Return one that cannot restore as long as a file `stuck` is in the folder."""
+    made = fake_measurer(folder=folder)
+    if (folder / "stuck").exists():
+        made.restore = _raise  # type: ignore[method-assign]
+    return made
+
+
 class FakeMeasurer:
     """The measurer of `fake_measurer`. It appends a line to `measured.log` in the job's folder when a task begins and
     when it ends without a failure, warm-ups excepted."""

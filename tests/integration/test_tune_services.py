@@ -241,6 +241,49 @@ def test_a_hook_changes_what_runs_and_sets_the_reference_in_the_end(folder: Path
     assert (folder / "seen").read_text() == "1 4 16 "
 
 
+def test_who_did_not_get_his_own_configuration_back_is_told_and_gets_it_from_the_next_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job is finished and has its answer all the same."""
+    target = {"apply": [sys.executable], "url": "http://127.0.0.1:9", "reserves": {"cores": "slots"}}
+    path, out = written(folder, target=target), folder / "out"
+    out.mkdir()
+    (out / "stuck").touch()
+    run = ["tune", "run", path, "--out", str(out), "--measurer", "fakes.measurer:stuck_measurer"]
+    assert root.main(run) == 1
+    assert "what was tuned has not got its own configuration back: RuntimeError" in capsys.readouterr().err
+    assert open_state(out)[0].phase == "finished"
+    assert root.main(["tune", "best", str(out)]) == 0
+    (out / "stuck").unlink()
+    assert root.main(run) == 0
+    assert (out / "measured.log").read_text().endswith("restore\nrestore\nclose\n")
+    assert root.main(run) == 0  # and nothing is started any more
+    assert (out / "measured.log").read_text().count("close") == 2
+
+
+def test_a_hook_that_does_not_end_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended with what it waits for."""
+    waits = "import os, subprocess; p = subprocess.Popen(['sleep', '3600']); open('new', 'w').write(f'{p.pid}')"
+    command = [sys.executable, "-c", f"{waits}; os.rename('new', 'pid'); p.wait()"]
+    target = {"apply": command, "url": "http://127.0.0.1:9", "reserves": {"cores": 1}}
+    spec = parse_job(yaml.safe_dump({**JOB, "target": target}), folder=folder)
+    subject = ServiceSubject(spec, spec.target, root=state_root(folder), folder=folder)  # type: ignore[arg-type]
+
+    class Hook(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            wait_for((folder / "pid").exists)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    with monkeypatch.context() as patched, pytest.raises(NotReady, match="has not ended"):
+        patched.setattr(subprocess, "Popen", Hook)
+        subject.apply({"slots": 1}, limit_s=60.0)
+    waited_for = processes.identify(int((folder / "pid").read_text()))
+    wait_for(lambda: waited_for is None or not processes.is_running(waited_for))
+    subject.close()
+
+
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 CAPACITY = {

@@ -47,7 +47,8 @@ class Runner(Protocol):
         """Apply as in `Measurer.apply`. Raises `JobBroken`."""
 
     def finish(self) -> None:
-        """Restore, close and end the process. May be called when there is none."""
+        """Restore, close and end the process. May be called when there is none. Raises `JobBroken` if others use what
+        was tuned, and it could not be restored."""
 
 
 class ChildRunner:
@@ -101,9 +102,16 @@ class ChildRunner:
         """Implement `Runner.finish`; a process that was killed while it changed a live service is started once more."""
         if self._process is None and self._unrestored:
             self._started(_no_tick)
-        if self._connection is not None:
-            self._end(grace_s=PARTING_S)
-        self._unrestored = False
+        try:
+            if self._connection is not None and self._spec.target.is_shared:
+                self._asked({"do": "restore"}, self._spec.start_limit_s, _no_say, _no_tick)
+        except (_TooLate, _Failed, _Gone) as error:
+            msg = f"what was tuned has not got its own configuration back: {error}; run the job again to try it again"
+            raise JobBroken(msg) from error
+        finally:
+            if self._connection is not None:
+                self._end(grace_s=PARTING_S)
+            self._unrestored = False
 
     def _started(self, tick: Tick) -> TuningSubject:
         """Start a process, make the measurer in it and have it check the job."""

@@ -55,7 +55,7 @@ def run(
         recover_all(state_root(os.environ), say=lambda line: print(line, file=stream, flush=True))
         began_s, before = time.monotonic(), read_state(store)
         state = before
-        if before.phase != "finished":  # else there is nothing to start a clone for
+        if before.phase != "finished" or store.facts().failure:  # else there is nothing to start a clone for
             own = {"live": live, "commands": True, **(arguments or {})}
             source = MeasurerSource(factory=measurer) if measurer else MeasurerSource(factory=FACTORY, arguments=own)
             with shown(stream, lambda: read_state(store)) as show, _stopped_by_signal() as stop:

@@ -6,6 +6,7 @@ import http.client
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import time
 import urllib.error
@@ -234,7 +235,7 @@ class ServiceSubject:
         try:
             code = hook.wait(limit_s)
         except subprocess.TimeoutExpired:
-            hook.kill()
+            os.killpg(hook.pid, signal.SIGKILL)  # with what it waits for
             hook.wait()
             raise NotReady(f"target.apply has not ended after {limit_s:.0f} s") from None
         if code:
