@@ -15,10 +15,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait_autoconfig.errors import LibraryError, TunerError
 from plait_autoconfig.library import LibraryRun
@@ -47,6 +47,13 @@ class CsvMap(BaseModel):
     failed: str = ""
     goals: list[str] = []
 
+    @model_validator(mode="after")
+    def _names_knobs(self) -> Self:
+        unknown = [name for name in (*self.units, *self.sets) if name not in self.knobs]
+        if unknown:
+            raise ValueError(f"units and sets: {unknown[0]} is no knob; they are {', '.join(self.knobs)}")
+        return self
+
     def columns(self) -> tuple[str, ...]:
         """Return every column that it names."""
         metrics = (each if isinstance(each, str) else each.column for each in self.metrics.values())
@@ -60,7 +67,7 @@ def read_map(path: Path) -> CsvMap:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the map"
-        raise LibraryError(f"{path}: {where}: {first['msg']}") from error
+        raise LibraryError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LibraryError(f"{path}: {error}") from error
 
