@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from plait_disagg.workers.remote import RemoteCore
 from plait_fabric import Unreachable, connect, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support.rank_fabric import QUICK
+from support.rank_processes import RankProcesses, rank_processes
 from support.waiting import until
 
 DEADLINE_S = 30.0
@@ -30,60 +30,37 @@ DEADLINE_S = 30.0
 class Cluster:
     """Two CNs, each with a line to both of two HNs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.secret = new_secret()
-        self.addresses = {name: f"shm://{folder}/{name}" for name in ("cn0", "cn1", "hn0", "hn1")}
-        self.processes = {name: self._start(name) for name in self.addresses}
+    def __init__(self, folder: Path, processes: RankProcesses) -> None:
+        self._processes = processes
+        self.addresses = {name: f"shm://{folder}/{name}" for name in ("hn0", "hn1", "cn0", "cn1")}
+        self.pids: dict[str, int] = {}
         for name in self.addresses:
-            self._wait(name)
+            self.start(name)
 
-    def kill(self, name: str) -> None:
-        """kill -9."""
-        self.processes[name].kill()
-        self.processes[name].communicate()
-
-    def again(self, name: str) -> None:
-        """A new process at the same address."""
-        self.processes[name] = self._start(name)
-        self._wait(name)
+    def start(self, name: str) -> None:
+        """A process, perhaps a new one at the same address."""
+        hns = [self.addresses["hn0"], self.addresses["hn1"]] if name.startswith("cn") else []
+        slow_s = 0.001 if hns else 0.005
+        self.pids[name] = self._processes.start(name[:2], self.addresses[name], *hns, slow_s=slow_s)
 
     def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """To a CN."""
         for name in ("cn0", "cn1"):
             if name not in left_out:
                 try:
-                    return ReplicaLink(replica=name, channel=connect(self.addresses[name], secret=self.secret))
+                    return ReplicaLink(
+                        replica=name, channel=connect(self.addresses[name], secret=self._processes.secret)
+                    )
                 except Unreachable:
                     continue
         raise NoReplica("nobody listens")
-
-    def _start(self, name: str) -> subprocess.Popen[str]:
-        hns = [self.addresses["hn0"], self.addresses["hn1"]] if name.startswith("cn") else []
-        arguments = [name[:2], self.addresses[name], self.secret.hex(), *hns]
-        return subprocess.Popen(
-            [sys.executable, "-m", "fakes.ranking_worker", *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-
-    def _wait(self, name: str) -> None:
-        stdout = self.processes[name].stdout
-        assert stdout is not None
-        assert stdout.readline() == "ready\n"
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """All are killed in the end."""
-    with tempfile.TemporaryDirectory(prefix="rank-") as folder:
-        made = Cluster(Path(folder))
-        try:
-            yield made
-        finally:
-            for process in made.processes.values():
-                process.kill()
-                process.communicate()
+    with tempfile.TemporaryDirectory(prefix="rank-") as folder, rank_processes(new_secret()) as processes:
+        yield Cluster(Path(folder), processes)
 
 
 async def test_an_hn_and_a_cn_are_killed_under_load(cluster: Cluster) -> None:
@@ -96,9 +73,10 @@ async def test_an_hn_and_a_cn_are_killed_under_load(cluster: Cluster) -> None:
         asking = asyncio.ensure_future(load.run())
         for victim in ("hn0", "cn0"):
             await load.goes_on(30)
-            await asyncio.to_thread(cluster.kill, victim)
+            os.kill(cluster.pids[victim], signal.SIGKILL)
         await load.goes_on(30)
-        await asyncio.gather(*(asyncio.to_thread(cluster.again, victim) for victim in ("hn0", "cn0")))
+        for victim in ("hn0", "cn0"):
+            await asyncio.to_thread(cluster.start, victim)
         await until(lambda: ranker.metrics()["workers"] == 2)
         await load.goes_on(30)
         load.going = False

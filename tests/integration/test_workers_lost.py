@@ -7,9 +7,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from typing import Literal
 
@@ -21,9 +18,10 @@ from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers import remote
 from plait_disagg.workers.ranker import CoreRanker
-from plait_fabric import PeerLost, connect
+from plait_fabric import PeerLost, connect, new_secret
 from support.paused import pause
 from support.rank_fabric import PATIENCE_S, Rig, hello_header
+from support.rank_processes import RankProcesses, rank_processes
 from support.server import free_port
 from support.waiting import until
 
@@ -32,6 +30,13 @@ from support.waiting import until
 def rig() -> Iterator[Rig]:
     """Workers over shared memory."""
     with Rig("shm") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    """Workers that may be killed."""
+    with rank_processes(new_secret()) as made:
         yield made
 
 
@@ -241,7 +246,7 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
-    scheme: Literal["shm", "tcp"], monkeypatch: pytest.MonkeyPatch
+    scheme: Literal["shm", "tcp"], processes: RankProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ingress goes on with everything else while a worker's process is stopped (finding 9): if it waited for room
     there, it would wait for the time-out, and nobody would be asked any more."""
@@ -249,26 +254,20 @@ async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
     with Rig(scheme) as rig:
         # A port of its own choice would not be known; this one was free a moment ago.
         address = f"shm://{rig.folder}/cn" if scheme == "shm" else f"tcp://127.0.0.1:{free_port()}"
-        process = _start(rig, address, slow_s=0.0)
-        try:
-            assert process.stdout is not None
-            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
-            rig.addresses["cn"] = address
-            ranker = await rig.ranker()
-            await _right(rig, ranker)
-            pause(process.pid)
-            request = kit.request(1, 5_000)
-            asked = []
-            for _ in range(200):
-                asked.append(asyncio.ensure_future(ranker.rank(request)))
-                await asyncio.sleep(0)
-            assert not any(task.done() for task in asked)
-            process.kill()
-            ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
-            assert {type(end) for end in ends} == {WorkerUnavailable}
-        finally:
-            process.kill()
-            process.communicate()
+        process = await asyncio.to_thread(processes.start, "whole", address)
+        rig.addresses["cn"], rig.secret = address, processes.secret
+        ranker = await rig.ranker()
+        await _right(rig, ranker)
+        pause(process)
+        request = kit.request(1, 5_000)
+        asked = []
+        for _ in range(200):
+            asked.append(asyncio.ensure_future(ranker.rank(request)))
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in asked)
+        os.kill(process, signal.SIGKILL)
+        ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
+        assert {type(end) for end in ends} == {WorkerUnavailable}
 
 
 async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> None:
@@ -310,54 +309,23 @@ async def test_a_request_of_another_version_is_bad_input(rig: Rig) -> None:
     assert ranker.metrics()["lost_total"] == 0
 
 
-WORKER = textwrap.dedent(
-    """
-    import sys, threading
-    from plait_fabric import listen
-    from plait_disagg.workers.core_server import CoreServer
-    from plait_disagg.workers.whole import WholeCore
-    from fakes import ranking_model as kit
-    secret = bytes.fromhex(sys.argv[2])
-    sparse = kit.FakeSparse(slow_s=float(sys.argv[3]))
-    front = CoreServer(WholeCore(kit.CARD, sparse, kit.FakeDense()), [listen(sys.argv[1], secret=secret)])
-    print("ready", flush=True)
-    threading.Event().wait()
-    """
-)
-
-
-async def test_kill_nine_is_noticed_at_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_kill_nine_is_noticed_at_once(
+    rig: Rig, processes: RankProcesses, caplog: pytest.LogCaptureFixture
+) -> None:
     """The process that has the request dies: the request ends, the log says how, and the next process answers."""
-    addresses = [f"shm://{rig.folder}/{name}" for name in ("first", "second")]
-    processes = [_start(rig, address, slow_s=slow_s) for address, slow_s in zip(addresses, (30.0, 0.0), strict=True)]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
-        rig.addresses["cn"] = addresses[0]
-        ranker = await rig.ranker()
-        asked = asyncio.ensure_future(ranker.rank(kit.request(1)))
-        await until(lambda: ranker.metrics()["at_workers"] == 1)
-        rig.addresses["cn"] = addresses[1]
-        processes[0].send_signal(signal.SIGKILL)
-        with pytest.raises(WorkerUnavailable, match="model tiny"):
-            await asyncio.wait_for(asked, 60)
-        await until(lambda: ranker.core.ready() is None)
-        assert "was killed, probably for memory" in caplog.text
-        assert "hung up" not in caplog.text
-        await _right(rig, ranker)
-        await ranker.close(drain_s=1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def _start(rig: Rig, address: str, *, slow_s: float) -> subprocess.Popen[str]:
-    """A whole worker in a process of its own; it says when it is ready."""
-    return subprocess.Popen(
-        [sys.executable, "-c", WORKER, address, rig.secret.hex(), str(slow_s)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    first, second = (f"shm://{rig.folder}/{name}" for name in ("first", "second"))
+    victim = await asyncio.to_thread(processes.start, "whole", first, slow_s=30.0)
+    await asyncio.to_thread(processes.start, "whole", second)
+    rig.addresses["cn"], rig.secret = first, processes.secret
+    ranker = await rig.ranker()
+    asked = asyncio.ensure_future(ranker.rank(kit.request(1)))
+    await until(lambda: ranker.metrics()["at_workers"] == 1)
+    rig.addresses["cn"] = second
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerUnavailable, match="model tiny"):
+        await asyncio.wait_for(asked, 60)
+    await until(lambda: ranker.core.ready() is None)
+    assert "was killed, probably for memory" in caplog.text
+    assert "hung up" not in caplog.text
+    await _right(rig, ranker)
+    await ranker.close(drain_s=1)
