@@ -1,63 +1,19 @@
-"""The designers under their conformance suite; adding one is one fixture."""
+"""The designers under their conformance suite; adding one is a line in the registry."""
 
 from __future__ import annotations
 
 import pytest
 
-from plait_autoconfig.designers import maker_of
+from plait_autoconfig.designers import DESIGNERS, maker_of
 from plait_autoconfig.designers.protocols import MakesDesigner
 from suites.designers import DesignerConformance
 
 
-class TestRandom(DesignerConformance):
-    """Uniform without replacement."""
-
-    @pytest.fixture
-    def make(self) -> MakesDesigner:
-        """The registered constructor."""
-        return maker_of("random")
+@pytest.fixture(params=DESIGNERS)
+def make(request: pytest.FixtureRequest) -> MakesDesigner:
+    """The registered constructor."""
+    return maker_of(request.param)
 
 
-class TestGrid(DesignerConformance):
-    """In order."""
-
-    @pytest.fixture
-    def make(self) -> MakesDesigner:
-        """The registered constructor."""
-        return maker_of("grid")
-
-
-class TestSobol(DesignerConformance):
-    """Evenly spread."""
-
-    @pytest.fixture
-    def make(self) -> MakesDesigner:
-        """The registered constructor."""
-        return maker_of("sobol")
-
-
-class TestOptunaTpe(DesignerConformance):
-    """Optuna's Parzen estimator."""
-
-    @pytest.fixture
-    def make(self) -> MakesDesigner:
-        """The registered constructor."""
-        return maker_of("optuna-tpe")
-
-
-class TestOptunaGp(DesignerConformance):
-    """Optuna's Gaussian process."""
-
-    @pytest.fixture
-    def make(self) -> MakesDesigner:
-        """The registered constructor."""
-        return maker_of("optuna-gp")
-
-
-class TestPlait(DesignerConformance):
-    """plait's own."""
-
-    @pytest.fixture
-    def make(self) -> MakesDesigner:
-        """The registered constructor."""
-        return maker_of("plait")
+class TestDesigners(DesignerConformance):
+    """The suite, for each name."""

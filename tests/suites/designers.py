@@ -1,11 +1,6 @@
 """The conformance suite of the designers: what each of them guarantees, as an importable test class.
 
-To check a designer, subclass and name it::
-
-    class TestRandom(DesignerConformance):
-        @pytest.fixture
-        def make(self) -> MakesDesigner:
-            return maker_of("random")
+To check designers, name them in a fixture `make` and subclass it.
 
 The services here are pure functions of the configuration, so every test is fast and exact.
 """
@@ -90,11 +85,6 @@ def _must_not_run(config: Config) -> TrialOutcome:
 
 class DesignerConformance:
     """The guarantees of every designer, one per test."""
-
-    @pytest.fixture
-    def make(self) -> MakesDesigner:
-        """Return the constructor; override."""
-        raise NotImplementedError
 
     @pytest.fixture
     def library(self) -> Sequence[LibraryRun]:

@@ -1,8 +1,8 @@
 """Designers, which propose the next trial. One protocol (`protocols`), one conformance suite
 (`tests/suites/designers.py`).
 
-Adding a designer takes a line in `_MAKERS` and a fixture in the conformance suite. Modules are imported when a
-designer is made, because some need torch or Optuna.
+Adding a designer takes a line in `_MAKERS`, by which the suite finds it. Modules are imported when a designer is made,
+because some need torch or Optuna.
 """
 
 from __future__ import annotations
