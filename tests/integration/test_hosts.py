@@ -30,6 +30,7 @@ from plait_serving.starter.manifest import WEIGHTS
 from support import refresh as refresh_kit
 from support.cluster import TESTS
 from support.fabric_hosts import Hosts, NotPermitted, hosts, said, tell, why_not
+from support.http_rank import as_json
 
 _PORT = 6379
 _OBJECTS_BYTES = 80 << 20
@@ -276,16 +277,7 @@ def _requests(tmp_path: Path) -> tuple[Path, Path]:
     made = []
     for seed in range(8):
         asked = refresh_kit.request(parts, seed)
-        inputs = [
-            {
-                "name": name,
-                "datatype": "FP32" if value.is_floating_point() else "INT64",
-                "shape": list(value.shape),
-                "data": value.flatten().tolist(),
-            }
-            for name, value in asked.tensors.items()
-        ]
-        body = {"inputs": inputs, "parameters": {"deadline_ms": 5_000}}
+        body = as_json(asked.tensors, parameters={"deadline_ms": 5_000})
         made.append((body, refresh_kit.scores(parts, asked).tolist()))
     file = tmp_path / "requests.json"
     file.write_text(json.dumps(made))

@@ -22,7 +22,7 @@ from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from support.app_server import AppServer
 from support.dense import programs_win
-from support.http_rank import outputs_of
+from support.http_rank import as_json, outputs_of
 
 INFER = f"/v2/models/{STARTER_RANKING_MODEL}/infer"
 USER = {"age_band": 3, "liked_genres": [11, 7], "history": [5, 900], "daypart": 2}
@@ -89,12 +89,7 @@ def test_people_and_tensors_get_the_same_scores(client):
         tensors[name] = np.atleast_1d(np.array(value, np.int64))
         if isinstance(value, list):
             tensors[f"{name}_lengths"] = np.array([len(value)])
-    kinds = {"f": "FP32", "i": "INT64"}
-    inputs = [
-        {"name": k, "shape": list(v.shape), "datatype": kinds[v.dtype.kind], "data": v.ravel().tolist()}
-        for k, v in tensors.items()
-    ]
-    scores = outputs_of(client.post(INFER, json={"inputs": inputs}))["score"]
+    scores = outputs_of(client.post(INFER, json=as_json(tensors)))["score"]
     assert scores.tolist() == pytest.approx([ranked[i] for i in ids], rel=1e-5)
 
 

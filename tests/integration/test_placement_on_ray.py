@@ -8,8 +8,6 @@ import re
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +19,7 @@ from plait.server.environment import patient_start
 from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
 from plait_bench.placement.on_ray import PLAIT, SMALL, play
 from plait_deploy.on_ray.nodes import LABEL
+from support.asking import ask
 from support.cluster import TESTS, stop_shared
 from support.server import free_port
 
@@ -93,18 +92,11 @@ class Server:
 
     def ask(self, path, body=None):
         """GET, or POST if there is a body: status and text; 0 where nothing answers."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"content-type": "application/json"}
-        )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode(errors="replace")
+            answer = ask(f"http://127.0.0.1:{self.port}{path}", body)
         except OSError as error:
             return 0, str(error)
+        return answer.status, answer.text
 
     def gauge(self, name):
         """The values of a gauge of nodes, by class."""

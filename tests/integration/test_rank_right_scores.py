@@ -7,7 +7,6 @@ candidates is asked often enough that its choice is made, and ten times more.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,8 @@ from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from support.dense import programs_win
 from support.http_rank import as_json, outputs_of
-from support.rank_fabric import PATIENCE_S, QUICK, Rig
+from support.rank_fabric import QUICK, Rig
+from support.waiting import wait_for
 
 BEFORE, AFTER = 5, 10  # a bucket is tried when it comes for the third time
 DAY_MS = 86_400_000
@@ -196,10 +196,7 @@ def client(rig: Rig, hns: dict[str, HnWorker], tmp_path_factory: pytest.TempPath
         rig.at_end(lambda hn=hn: hn.stop(drain_s=0.5))
         cn = CnCore(card, package.sparse(), rig.connect(name), backoff=QUICK)
         rig.at_end(lambda cn=cn: cn.stop(drain_s=0.5))
-        until_s = time.monotonic() + PATIENCE_S
-        while cn.ready() is not None:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        wait_for(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
         served |= {f"{name}-whole": ServedRanker(ranker=whole), f"{name}-split": ServedRanker(ranker=CoreRanker(cn))}
     return TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(served)))
 
@@ -212,7 +209,7 @@ def no_rest(monkeypatch):
 
 def test_an_hns_audits_are_counted(client, hns):
     """By the HN, whose replica tells it."""
-    body = as_json({key: value.numpy() for key, value in CASES["euler"].tame.items()} | {"item": np.array([0, 1])})
+    body = as_json(CASES["euler"].tame | {"item": np.array([0, 1])})
     assert client.post("/v2/models/euler-split/infer", json=body).status_code == 200
     assert hns["euler"].metrics()["audit_drifted_total"] == 0
 
@@ -229,7 +226,7 @@ def test_scores_are_torchs(client, name, mode):
         given["item"] = torch.arange(candidates) % 4
         with torch.no_grad():
             made = module(**given)
-        body = as_json({key: value.numpy() for key, value in given.items()})
+        body = as_json(given)
         answer = client.post(f"/v2/models/{name}-{mode}/infer", json=body)
         assert answer.status_code == 200, answer.text
         scores = outputs_of(answer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from support import refresh as kit
 from support.app_server import AppServer
+from support.asking import ask
+from support.http_rank import as_json
 from support.rank_fabric import Rig
 
 FILE = Path(kit.__file__)
@@ -59,15 +59,8 @@ class Server:
 
     def call(self, path: str, body: Any = None, *, key: str = "boss") -> tuple[int, Any]:
         """Status and JSON; a body makes it a POST."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
+        answer = ask(self.url + path, body, headers={"authorization": f"Bearer {key}"})
+        return answer.status, answer.json()
 
     def load(self, update: Path, *, model: str = "parts", key: str = "boss") -> tuple[int, Any]:
         """Publishes an update."""
@@ -76,16 +69,7 @@ class Server:
     def infer(self, path: str = "/v2/models/parts/infer") -> tuple[int, Any]:
         """The answer to request 0."""
         tensors = kit.request(self.whole.package, 0).tensors
-        inputs = [
-            {
-                "name": name,
-                "datatype": "INT64" if value.dtype is torch.int64 else "FP32",
-                "shape": list(value.shape),
-                "data": value.flatten().tolist(),
-            }
-            for name, value in tensors.items()
-        ]
-        return self.call(path, {"inputs": inputs})
+        return self.call(path, as_json(tensors))
 
 
 @pytest.fixture(scope="module")

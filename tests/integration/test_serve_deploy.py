@@ -4,7 +4,6 @@ version takes over without losing a request."""
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import secrets
@@ -29,6 +28,7 @@ from ray.util import get_node_ip_address
 from plait.cli import main as root
 from plait.demo.ranking import PEOPLE
 from plait.server.environment import RAY_ENVIRONMENT
+from support.asking import ask
 from support.prometheus import lint
 from support.server import REPOSITORY, free_port
 
@@ -217,20 +217,15 @@ class Cluster:
 
     def ask(self, path: str, body: Any = None, timeout_s: float = 60) -> tuple[int, Any]:
         """GET, or POST if there is a body: status and JSON."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"content-type": "application/json"}
-        )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                if error.headers.get("retry-after"):
-                    return REFUSED, error.code
-                return error.code, error.read()[:300].decode(errors="replace")
+            answer = ask(f"http://127.0.0.1:{self.port}{path}", body, timeout_s=timeout_s)
         except OSError as error:
             return 0, str(error)
+        if answer.status < 400:
+            return answer.status, answer.json()
+        if answer.headers.get("retry-after"):
+            return REFUSED, answer.status
+        return answer.status, answer.text[:300]
 
     def image(self) -> tuple[int, Any]:
         """A small image."""

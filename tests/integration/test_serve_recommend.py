@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,10 @@ from plait_serving.deployments.fabric_endpoints import ServeReplicas
 from plait_serving.deployments.ranking.worker import remote_ranker
 from plait_serving.ranking.config import RankingSection, RankModelSection
 from support import refresh as refresh_kit
+from support.asking import ask
 from support.cluster import SharedServe
+from support.http_rank import as_json
+from support.waiting import until, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -81,15 +81,8 @@ class Deployed:
 
     def get(self, path: str, body: Any = None, *, direct: bool = False) -> tuple[int, Any]:
         """Status and JSON; a body makes it a POST. ``direct``: without Serve's proxy."""
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            url = (self.direct_url if direct else self.url) + path
-            request = urllib.request.Request(url, data=data, headers={"content-type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.loads(answer.read() or "null")
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read() or "null")
+        answer = ask((self.direct_url if direct else self.url) + path, body)
+        return answer.status, answer.json()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +101,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
     assert server.direct_port is not None
     made = Deployed(shared_serve.serve, shared_serve.port, args, parts, direct_port=server.direct_port)
     made.deploy(args)
-    _wait_until(lambda: _healthy(made))
+    wait_for(lambda: _healthy(made))
     yield made
     shared_serve.serve.delete("rank")
     held.close()
@@ -118,26 +111,18 @@ async def test_both_ways_to_serve_rank_alike(deployed: Deployed) -> None:
     """Over HTTP and over the workers' own door, cut and whole, under the names of the configuration."""
     request = kit.request(3, 4)
     expected = kit.expected(request)["score"]
-    inputs = [
-        {
-            "name": name,
-            "datatype": "INT64" if value.dtype is torch.int64 else "FP32",
-            "shape": list(value.shape),
-            "data": value.flatten().tolist(),
-        }
-        for name, value in request.tensors.items()
-    ]
+    body = as_json(request.tensors)
     for model, role in (("tiny", "cn"), ("small", "whole")):
         ranker = deployed.ranker(model, role)
-        await _until_ready(ranker)
+        await until(lambda core=ranker.core: core.ready() is None)  # type: ignore[misc]
         assert (ranker.card.name, ranker.card.inputs) == (model, kit.INPUTS)
         assert torch.equal((await ranker.rank(request)).outputs["score"], expected)
         await ranker.close(drain_s=1)
-        status, answer = await asyncio.to_thread(deployed.get, f"/v2/models/{model}/infer", {"inputs": inputs})
+        status, answer = await asyncio.to_thread(deployed.get, f"/v2/models/{model}/infer", body)
         assert status == 200, answer
         scores = next(output["data"] for output in answer["outputs"] if output["name"] == "score")
         torch.testing.assert_close(torch.tensor(scores), expected)
-        directly = await asyncio.to_thread(deployed.get, f"/v2/models/{model}/infer", {"inputs": inputs}, direct=True)
+        directly = await asyncio.to_thread(deployed.get, f"/v2/models/{model}/infer", body, direct=True)
         assert (directly[0], directly[1]["outputs"]) == (200, answer["outputs"])
     assert deployed.get("/v1/images/generations", {"prompt": "x"})[0] == 404
 
@@ -147,7 +132,7 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
     """Requests in flight are answered or end with a clear error, none hangs; Serve brings a new worker, and later ones
     are answered."""
     ranker = deployed.ranker()
-    await _until_ready(ranker)
+    await until(lambda: ranker.core.ready() is None)
     (old,) = deployed.replicas(f"{role}-tiny")
     asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(50)]
     await asyncio.sleep(0.03)
@@ -155,7 +140,7 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
     outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert all(isinstance(error, WorkerUnavailable) for error in errors), errors
-    await _until(lambda: _new_pid(deployed, f"{role}-tiny", old.pid))
+    await asyncio.to_thread(wait_for, lambda: _new_pid(deployed, f"{role}-tiny", old.pid))
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -166,15 +151,15 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
             await asyncio.sleep(0.2)
     torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(7))["score"])
     await ranker.close(drain_s=1)
-    await _until(lambda: deployed.get("/health")[0] == 200)
+    await asyncio.to_thread(wait_for, lambda: deployed.get("/health")[0] == 200)
 
 
 def test_an_ingress_that_dies_answers_directly_again(deployed: Deployed) -> None:
     """The next replica takes the same port, without the proxy."""
     (old,) = deployed.ingress_pids()
     os.kill(old, signal.SIGKILL)
-    _wait_until(lambda: deployed.ingress_pids() not in ([], [old]))
-    _wait_until(lambda: _status(deployed, "/health") == 200)
+    wait_for(lambda: deployed.ingress_pids() not in ([], [old]))
+    wait_for(lambda: _status(deployed, "/health") == 200)
     assert deployed.get("/v2/models/tiny", direct=True) == deployed.get("/v2/models/tiny")
 
 
@@ -182,7 +167,7 @@ async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_
     """Published over HTTP while requests come in: each answer is one version's, none is lost, later ones are new."""
     parts = deployed.parts
     ranker = deployed.ranker("parts")
-    await _until_ready(ranker)
+    await until(lambda: ranker.core.ready() is None)
     made = refresh_kit.update(parts, "1", "2", seed=2)
     update = refresh_kit.written(tmp_path / "u", made)
     body = {"parameters": {"update": str(update)}}
@@ -230,22 +215,14 @@ def test_sockets_of_living_workers_are_there(deployed: Deployed) -> None:
 def test_replicas_that_are_added_in_place_get_their_share(deployed: Deployed) -> None:
     """Nothing restarts, and once clients know of them each CN and each HN has at least two in five of 300 rankings."""
     request = kit.request(3, 4)
-    inputs = [
-        {
-            "name": name,
-            "datatype": "INT64" if value.dtype is torch.int64 else "FP32",
-            "shape": list(value.shape),
-            "data": value.flatten().tolist(),
-        }
-        for name, value in request.tensors.items()
-    ]
+    body = as_json(request.tensors)
     counters = {"cn-tiny": "requests_total", "hn-tiny": "rows_total"}
 
     def counted() -> dict[str, dict[str, float]]:
         return {name: deployed.counted(name, counter) for name, counter in counters.items()}
 
     def rank(_: int = 0) -> int:
-        return deployed.get("/v2/models/tiny/infer", {"inputs": inputs})[0]
+        return deployed.get("/v2/models/tiny/infer", body)[0]
 
     def all_serve() -> bool:
         assert rank() == 200
@@ -260,10 +237,10 @@ def test_replicas_that_are_added_in_place_get_their_share(deployed: Deployed) ->
     for role in ("cn", "hn"):
         changed["recommend"]["models"]["tiny"][role]["replicas"] = 2
     deployed.deploy(AppArgs.model_validate(changed))
-    _wait_until(lambda: all(len(deployed.replicas(name)) == 2 for name in counters))
+    wait_for(lambda: all(len(deployed.replicas(name)) == 2 for name in counters))
     found = {replica.pid for name in counters for replica in deployed.replicas(name)} | {*deployed.ingress_pids()}
     assert old <= found
-    _wait_until(all_serve)
+    wait_for(all_serve)
     before = counted()
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(rank, range(300))) == [200] * 300
@@ -288,24 +265,9 @@ def _new_pid(deployed: Deployed, deployment: str, old: int) -> bool:
         return False
 
 
-async def _until_ready(ranker: CoreRanker) -> None:
-    await _until(lambda: ranker.core.ready() is None)
-
-
-async def _until(true: Callable[[], bool]) -> None:
-    await asyncio.to_thread(_wait_until, true)
-
-
 def _healthy(made: Deployed) -> bool:
     """Whether it answers; on a busy machine Serve may have just started its proxy again, and nothing listens."""
     try:
         return made.get("/health")[0] == 200
     except OSError:
         return False
-
-
-def _wait_until(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until_s, "it never came true"
-        time.sleep(0.1)

@@ -4,13 +4,10 @@ update."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,11 @@ from plait_serving.deployments.fabric_endpoints import ServeReplicas
 from plait_serving.deployments.ranking.worker import remote_ranker
 from plait_serving.ranking.config import CnSection, RankingSection, RankModelSection
 from support import refresh as refresh_kit
+from support.asking import Answer, ask
 from support.cluster import SharedServe
+from support.http_rank import as_json
 from support.prometheus import found
+from support.waiting import until, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -57,30 +57,13 @@ class Deployed:
         """As the ingress has one."""
         return remote_ranker("parts", self._shared.serve.get_deployment_handle("cn-parts", "dealt"))
 
-    def ask(self, path: str, body: Any = None) -> tuple[int, Any, Any]:
+    def ask(self, path: str, body: Any = None) -> Answer:
         """Status, headers and text; a body makes it a POST."""
-        data = None if body is None else json.dumps(body).encode()
-        url = f"http://127.0.0.1:{self._shared.port}{path}"
-        request = urllib.request.Request(url, data=data, headers={"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.headers, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.headers, error.read().decode()
+        return ask(f"http://127.0.0.1:{self._shared.port}{path}", body)
 
-    def infer(self, asked: RankRequest) -> tuple[int, Any, Any]:
+    def infer(self, asked: RankRequest) -> Answer:
         """What a request is answered over HTTP."""
-        inputs = [
-            {
-                "name": name,
-                "datatype": "FP32" if value.is_floating_point() else "INT64",
-                "shape": list(value.shape),
-                "data": value.flatten().tolist(),
-            }
-            for name, value in asked.tensors.items()
-        ]
-        return self.ask("/v2/models/parts/infer", {"inputs": inputs})
+        return self.ask("/v2/models/parts/infer", as_json(asked.tensors))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +74,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
     args = AppArgs(images=None, recommend=RankingSection(models=models))
     shared_serve.serve.run(build(args), name="dealt", route_prefix="/")
     made = Deployed(shared_serve, parts)
-    _wait_until(lambda: _answers(made))
+    wait_for(lambda: _answers(made))
     yield made
     shared_serve.serve.delete("dealt")
 
@@ -99,15 +82,15 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
 async def test_shards_give_the_scores_of_one_process(deployed: Deployed) -> None:
     """Every request has the bits of the package in one process; over HTTP it is answered as well."""
     ranker = deployed.ranker()
-    await _until(lambda: ranker.core.ready() is None)
+    await until(lambda: ranker.core.ready() is None)
     for seed in range(20):
         asked = refresh_kit.request(deployed.parts, seed, candidates=1 + seed)
         answer = await ranker.rank(asked)
         assert torch.equal(answer.outputs["score"], refresh_kit.scores(deployed.served, asked))
     await ranker.close(drain_s=1)
     asked = refresh_kit.request(deployed.parts, 3)
-    _, _, text = await asyncio.to_thread(deployed.infer, asked)
-    scores = json.loads(text)["outputs"][0]["data"]
+    answer = await asyncio.to_thread(deployed.infer, asked)
+    scores = answer.json()["outputs"][0]["data"]
     assert torch.equal(torch.tensor(scores), refresh_kit.scores(deployed.served, asked))
 
 
@@ -129,35 +112,35 @@ def test_a_lost_shard_is_told_and_comes_back(deployed: Deployed) -> None:
     lost = []
     until_s = time.monotonic() + PATIENCE_S
     while True:
-        status, headers, text = deployed.infer(asked)
-        if status == 200 and lost:
+        answer = deployed.infer(asked)
+        if answer.status == 200 and lost:
             break
-        if status != 200:
-            assert status == 503, text
-            assert "shard 1 of parts" in json.loads(text)["error"]
-            assert float(headers["retry-after"]) >= 1
-            lost.append(text)
+        if answer.status != 200:
+            assert answer.status == 503, answer.text
+            assert "shard 1 of parts" in answer.json()["error"]
+            assert float(answer.headers["retry-after"]) >= 1
+            lost.append(answer)
         assert time.monotonic() < until_s, "it never came back"
         time.sleep(0.05)
-    assert torch.equal(torch.tensor(json.loads(text)["outputs"][0]["data"]), refresh_kit.scores(deployed.served, asked))
+    assert torch.equal(torch.tensor(answer.json()["outputs"][0]["data"]), refresh_kit.scores(deployed.served, asked))
     new = deployed.replica("shard1-parts")
     assert new is not None
     assert new.pid != old.pid
-    _wait_until(lambda: _shows_both_shards(deployed, asked))
+    wait_for(lambda: _shows_both_shards(deployed, asked))
 
 
 async def test_an_update_reaches_shards_and_cns_together(deployed: Deployed, tmp_path: Path) -> None:
     """Published while requests come in: each answer has the bits of the version that it names, and none is lost."""
     parts = deployed.parts
     ranker = deployed.ranker()
-    await _until(lambda: ranker.core.ready() is None)
+    await until(lambda: ranker.core.ready() is None)
     update = refresh_kit.written(tmp_path / "u", refresh_kit.update(parts, "1", "2", seed=2))
     body = {"parameters": {"update": str(update)}}
     loading = asyncio.create_task(asyncio.to_thread(deployed.ask, "/v2/repository/models/parts/load", body))
     answers = []
     while not loading.done():
         answers.append(await ranker.rank(refresh_kit.request(parts, 0)))
-    assert loading.result()[0] == 200, loading.result()[2]
+    assert loading.result().status == 200, loading.result().text
     answers.append(await ranker.rank(refresh_kit.request(parts, 0)))
     assert answers[-1].version == "2"
     twin = deployed.served = refresh_kit.twin(parts.folder, tmp_path / "twin")
@@ -184,22 +167,11 @@ def _resident_bytes(pid: int, file: str) -> int:
 def _shows_both_shards(made: Deployed, asked: RankRequest) -> bool:
     """Whether /metrics does, which asks the workers."""
     made.infer(asked)
-    return sum(found(made.ask("/metrics")[2], "plait_ranker_worker_shards", model="parts", role="cn")) == 2
+    return sum(found(made.ask("/metrics").text, "plait_ranker_worker_shards", model="parts", role="cn")) == 2
 
 
 def _answers(made: Deployed) -> bool:
     try:
-        return made.infer(refresh_kit.request(made.parts, 1))[0] == 200
+        return made.infer(refresh_kit.request(made.parts, 1)).status == 200
     except OSError:
         return False
-
-
-async def _until(true: Callable[[], bool]) -> None:
-    await asyncio.to_thread(_wait_until, true)
-
-
-def _wait_until(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until_s, "it never came true"
-        time.sleep(0.1)

@@ -70,9 +70,10 @@ def described(name: str, array: np.ndarray) -> dict[str, Any]:
     return {"name": name, "shape": list(array.shape), "datatype": datatype(array)}
 
 
-def as_json(tensors: Mapping[str, np.ndarray], *, nested: bool = False, **more: Any) -> dict[str, Any]:
-    """A body whose tensors are lists."""
-    inputs = [described(k, v) | {"data": v.tolist() if nested else v.ravel().tolist()} for k, v in tensors.items()]
+def as_json(tensors: Mapping[str, Any], *, nested: bool = False, **more: Any) -> dict[str, Any]:
+    """A body whose tensors, numpy's or torch's, are lists."""
+    given = {name: np.asarray(value) for name, value in tensors.items()}
+    inputs = [described(k, v) | {"data": v.tolist() if nested else v.ravel().tolist()} for k, v in given.items()]
     return {"inputs": inputs, **more}
 
 

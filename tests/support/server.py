@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plait.server import processes
 from plait.server.state import RunRecord
+from support.asking import Answer, ask
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 600.0  # what `server.ready_timeout_s` is
@@ -133,31 +131,21 @@ class PlaitServer:
 
     def get(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """GET: status, JSON body, headers."""
-        return self._ask(urllib.request.Request(self.url + path), timeout_s)
+        return _json(ask(self.url + path, timeout_s=timeout_s))
 
     def post(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """POST without a body: status, JSON body, headers."""
-        return self._ask(urllib.request.Request(self.url + path, method="POST"), timeout_s)
+        return _json(ask(self.url + path, b"", timeout_s=timeout_s))
 
     def generate(
         self, timeout_s: float = 120, headers: Mapping[str, str] | None = None, url: str | None = None, **body: Any
     ) -> tuple[int, Any, Mapping[str, str]]:
         """POST /v1/images/generations: status, JSON body, headers."""
-        request = urllib.request.Request(
-            (url or self.url) + "/v1/images/generations",
-            data=json.dumps(body).encode(),
-            headers={"content-type": "application/json", **(headers or {})},
-        )
-        return self._ask(request, timeout_s)
+        return _json(ask((url or self.url) + "/v1/images/generations", body, headers=headers, timeout_s=timeout_s))
 
-    @staticmethod
-    def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, Any, Mapping[str, str]]:
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                return answer.status, json.loads(answer.read()), dict(answer.headers.items())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read()), dict(error.headers.items())
+
+def _json(answer: Answer) -> tuple[int, Any, Mapping[str, str]]:
+    return answer.status, answer.json(), dict(answer.headers.items())
 
 
 _GIVEN: set[int] = set()
