@@ -229,9 +229,6 @@ BEHAVIOURS: dict[str, Behaviour] = {
         goes_on=True,
         pause_s=0.02,
     ),
-    "timed": says(
-        b"HTTP/1.1 200 OK\r\nServer-Timing: db;dur=1.5, total;dur=2.25\r\nContent-Length: 0\r\n\r\n", goes_on=True
-    ),
     "302": _status(302),
     "404": _status(404),
     "503": _status(503),

@@ -39,7 +39,6 @@ class End:
     first_part_ns: int = -1
     done_ns: int = -1
     received_bytes: int = 0
-    server_ms: float = 0.0
     why: str = ""
 
 
@@ -91,7 +90,6 @@ def ask(
                     connection.first_part_ns,
                     now_ns,
                     connection.received_bytes,
-                    connection.head.server_ms,
                     connection.why,
                 )
             changed.set()
@@ -202,11 +200,6 @@ def test_the_first_event_of_a_stream_is_stamped(server):
     assert end.body.endswith(b'data: {"a":1}\n\n')
     assert 0 < end.first_byte_ns <= end.first_part_ns <= end.done_ns
     assert ask(server.url, "/ok").ends[0].first_part_ns == -1
-
-
-def test_the_server_timing_header_is_read(server):
-    """Its ``total`` is what the server says it took."""
-    assert ask(server.url, "/timed").ends[0].server_ms == 2.25
 
 
 def test_nobody_there():

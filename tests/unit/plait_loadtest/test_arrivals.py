@@ -110,22 +110,6 @@ def test_constant_arrivals_have_equal_gaps_and_start_at_once():
     ids=lambda arrivals: arrivals.kind,
 )
 class TestEveryKind:
-    def test_warm_up_counts_the_requests_before_the_measured_part(self, arrivals):
-        """All before its end are warm-up and none after; nothing is later than the run."""
-        times, warm_up = draw(arrivals, duration_s=6, warm_up_s=3)
-        assert 0 < warm_up < times.size
-        assert (times[:warm_up] < 3).all()
-        assert (times[warm_up:] >= 3).all()
-        assert times[-1] < 9
-        assert (np.diff(times) >= 0).all()
-
-    def test_a_count_ends_the_measured_part(self, arrivals):
-        """Exactly so many measured requests, also where the duration would have ended sooner."""
-        times, warm_up = draw(arrivals, duration_s=1, warm_up_s=2, count=500)
-        assert times.size - warm_up == 500
-        assert (times[:warm_up] < 2).all()
-        assert times[warm_up] >= 2
-
     def test_a_seed_says_everything(self, arrivals):
         """Same seed, same times; another seed, others (but for equal gaps); a longer run begins alike."""
         times, _ = draw(arrivals, seed=5)

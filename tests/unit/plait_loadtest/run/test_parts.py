@@ -166,15 +166,6 @@ def plan(size, **settings):
     )
 
 
-def test_shares_are_the_plan():
-    """Every request is in exactly one share, in order, and the limits are dealt out."""
-    scenario = RAW.model_copy(update={"processes": 3, "limits": GeneratorLimits(connections=100, in_flight=8)})
-    given = shares(plan(10), scenario)
-    assert [share.room for share in given] == [3, 3, 2]
-    dealt = {share.rank + i * share.processes: int(at) for share in given for i, at in enumerate(share.scheduled_ns)}
-    assert dealt == {index: index * 1_000_000 for index in range(10)}
-
-
 def test_there_are_no_processes_without_room():
     """A process that may not send one request would never end; so there are no more than the limits, or the callers."""
     many = RAW.model_copy(update={"processes": 8})
