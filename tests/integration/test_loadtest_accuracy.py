@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 
-from fakes.stub_server import server_process
 from plait_loadtest.measure import summarise
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import Scenario
+from support.cluster import TESTS
 
 RATE_PER_S, SECONDS, STALL_S, STALL_AT = 200, 4, 1.0, 200
 
 
 def measured(arrivals, *, seconds=SECONDS):
     """Records and summary of a run against a server that stalls once, and how long the stall really was."""
-    with server_process("stalling_server", STALL_AT, STALL_S) as (process, port):
+    command = [sys.executable, "-m", "fakes.stalling_server", str(STALL_AT), str(STALL_S)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=TESTS, **pipes) as process:
+        port = int(process.stdout.readline())
         scenario = Scenario.model_validate(
             {
                 "target": {"url": f"http://127.0.0.1:{port}", "api": "raw"},

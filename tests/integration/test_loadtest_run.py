@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fakes.bad_server import bad_server
-from fakes.stub_server import server_process
+from fakes.stub_server import stub_server
 from plait_loadtest.errors import LoadtestError, ScenarioError
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
@@ -256,7 +256,7 @@ def test_it_runs_outside_the_main_thread(server):
 @pytest.fixture(scope="module")
 def stub():
     """The URL of a plain FastAPI server that takes 20 ms."""
-    with server_process("stub_server", 20) as (_, url):
+    with stub_server(0.02) as url:
         yield url
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fakes.bad_server import bad_server
-from fakes.stub_server import server_process
+from fakes.stub_server import stub_server
 from plait.tuning.measure.load import Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
 from plait_autoconfig.trial_load import Look, LookPlan
@@ -56,7 +56,7 @@ def test_a_run_without_answers_has_no_metrics() -> None:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server whose requests take 20 ms and do not wait for each other."""
-    with server_process("stub_server", 20) as (_, found):
+    with stub_server(0.02) as found:
         yield found
 
 
