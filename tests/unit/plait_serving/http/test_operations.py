@@ -65,20 +65,6 @@ def test_lists_name_what_a_request_may_name(client):
     assert controlnets["preprocessors"] == ["edges"]
 
 
-def test_new_loras_are_seen_without_a_restart():
-    """The catalog is asked each time."""
-    service = FakeImageService()
-    client = make_client(service)
-    body = {"prompt": "x", "loras": [{"name": "fresh"}]}
-    assert client.post(URL, json=body).status_code == 404
-    from dataclasses import replace
-
-    from plait_serving.images.service import LoraCard
-
-    service.offers = replace(service.offers, loras=(LoraCard(name="fresh", family="sd1", format="peft"),))
-    assert client.post(URL, json=body).status_code == 200
-
-
 def test_health_is_503_with_a_reason_until_it_is_200():
     """Readiness means that a warm-up image was made."""
     service = FakeImageService(health=Health(ready=False, reason="the warm-up image is not made yet"))

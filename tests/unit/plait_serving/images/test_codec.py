@@ -151,12 +151,6 @@ def test_other_formats_are_refused(kind):
         decode(saved(Image.new("RGB", (16, 16)), kind))
 
 
-def test_postscript_is_refused():
-    """EPS would start another program."""
-    with pytest.raises(RequestError, match="not a readable"):
-        decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
-
-
 @pytest.mark.parametrize(
     ("width", "height"), [(65, 64), (129, 1), (1, 129), (20_000, 20_000), (9_500, 9_500), (2**31 - 1, 2**31 - 1)]
 )

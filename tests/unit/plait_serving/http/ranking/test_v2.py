@@ -425,13 +425,6 @@ def test_a_server_has_only_the_routes_of_what_it_has():
     assert not any(path.startswith("/v2") for path in draws.get("/openapi.json").json()["paths"])
 
 
-def test_the_schema_describes_the_hot_route_too(client):
-    """/openapi.json knows infer although FastAPI does not serve it."""
-    paths = client.get("/openapi.json").json()["paths"]
-    assert "post" in paths["/v2/models/{model}/infer"]
-    assert "get" in paths["/v2/models/{model}/example"]
-
-
 def test_the_protocols_health_is_open_and_the_rest_needs_a_key():
     """As /health is; errors of the keys have the protocol's form below /v2."""
     keys = (ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER),)
