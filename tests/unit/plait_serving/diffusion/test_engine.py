@@ -165,13 +165,6 @@ def test_a_denoiser_that_takes_sets_from_now_on_gets_them_as_inputs(rig):
     assert [call.inputs for call in built.denoiser.calls] == [(0.0,), (2.0,), (2.0,), (2.0,)]
 
 
-def test_what_fails_between_steps_costs_no_request(rig):
-    """It is logged; the engine goes on."""
-    built = rig()
-    built.engine.between_steps(lambda: 1 / 0)
-    assert value(built.ask(steps=2).result().images[0]) == 12
-
-
 def test_more_images_than_a_batch_holds(rig):
     """Ten images with largest_batch 4 run as three units and come back in seed order."""
     built = rig(largest_batch=4)

@@ -209,18 +209,6 @@ def test_transparency_is_laid_on_paper():
     assert (decode(clear, paper="black") == 0).all()
 
 
-def test_orientation_is_applied():
-    """A photo that says it lies on its side is turned upright."""
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotate 90 degrees clockwise to view
-    turned = saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif)
-    assert decode(turned).shape == (8, 4, 3)
-    assert image_size(turned, param="p", limits=LIMITS) == (4, 8)
-    assert decode_mask(turned, param="p", limits=LIMITS).shape == (8, 4)
-    exif[0x0112] = 3  # upside down
-    assert image_size(saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif), param="p", limits=LIMITS) == (8, 4)
-
-
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_a_mask_is_what_is_transparent(mode):
     """OpenAI's rule, in every mode that has transparency; half transparent is half of 255."""

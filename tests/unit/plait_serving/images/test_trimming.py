@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.images import codec
-from plait_serving.images.codec import DecodeLimits, decode_image, image_size
+from plait_serving.images.codec import DecodeLimits, decode_image, decode_mask, image_size
 from plait_serving.images.trimming import MAX_CHUNKS, MAX_SCANS, SEARCHED_BYTES, trimmed
 
 LIMITS = DecodeLimits()
@@ -235,6 +235,7 @@ def test_an_image_is_upright_whichever_note_says_how_it_lies(kind: str, note: st
     assert expected.shape == (24, 16, 3)
     assert np.array_equal(decode_image(raw, param="p", limits=LIMITS), expected)
     assert image_size(raw, param="p", limits=LIMITS) == (16, 24)
+    assert decode_mask(raw, param="p", limits=LIMITS).shape == (24, 16)
 
 
 @pytest.mark.parametrize("orientation", range(10))
@@ -251,6 +252,7 @@ def test_every_orientation_is_pillows(orientation: int, order: str) -> None:
         with Image.open(io.BytesIO(raw)) as whole:
             expected = np.array(ImageOps.exif_transpose(whole).convert("RGB"))
         assert np.array_equal(decode_image(raw, param="p", limits=LIMITS), expected)
+        assert image_size(raw, param="p", limits=LIMITS) == expected.shape[1::-1]
 
 
 def test_broken_exif_leaves_nothing_behind(recwarn: pytest.WarningsRecorder) -> None:

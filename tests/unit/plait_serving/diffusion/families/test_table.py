@@ -20,10 +20,11 @@ def folder_of(tmp_path: Path, pipeline: str | None) -> Path:
     ("pipeline", "reason"),
     [
         ("KandinskyPipeline", "KandinskyPipeline is not supported; StableDiffusion3"),
-        ("FluxFillPipeline", "FluxFillPipeline is not supported: FLUX.1 Fill"),
-        ("FluxControlPipeline", "Canny and Depth"),
-        ("FluxControlNetPipeline", "a ControlNet of FLUX.1"),
-        ("FluxPriorReduxPipeline", "Redux"),
+        ("FluxFillPipeline", "FluxFillPipeline is not supported: FLUX.1 Fill has inputs of its own"),
+        ("FluxControlPipeline", "FLUX.1 Canny and Depth have an input of their own"),
+        ("FluxControlNetPipeline", "a ControlNet of FLUX.1 in a pipeline"),
+        ("StableDiffusion3ControlNetPipeline", "a ControlNet of Stable Diffusion 3 in a pipeline"),
+        ("FluxPriorReduxPipeline", "FLUX.1 Redux turns images into prompts"),
         (None, "names no pipeline"),
     ],
 )

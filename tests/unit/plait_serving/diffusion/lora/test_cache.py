@@ -86,17 +86,6 @@ def test_an_empty_set_is_there_at_once(make):
     assert dict(future.result().weights) == {}
 
 
-def test_acquire_does_not_wait_for_the_load(make):
-    """The caller goes on while the file is fetched; that is what hides loading behind the queue."""
-    bench = make()
-    bench.source.hold("a")
-    future = bench.acquire(["a"])
-    bench.source.wait_fetching(1)
-    assert not future.done()
-    bench.source.let_go("a")
-    assert future.result(SOON_S).weights["a"].name == "a"
-
-
 def test_distinct_names_load_at_the_same_time(make):
     """Of one set and of several."""
     bench = make()

@@ -11,7 +11,6 @@ from torch import nn
 from plait_serving.diffusion.errors import LoraError, OutOfMemory
 from plait_serving.diffusion.lora import merge as merge_module
 from plait_serving.diffusion.lora.merge import Merger
-from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.values import LoraRef, LoraSet
 from support.loras import TinyFactor, TwoLayers, delta, factors, loaded, shapes_of, snapshot
 
@@ -90,17 +89,6 @@ def test_live_weights_are_the_formula(tmp_path, dtype, tolerance, impl):
     assert {name: value.data_ptr() for name, value in bench.model.named_parameters()} == addresses
     for untouched in ("lin.bias", "norm.weight", "grouped.weight"):
         assert torch.equal(bench.now()[f"unet.{untouched}"], bench.before[f"unet.{untouched}"])
-
-
-def test_the_model_computes_with_the_merged_weights(bench):
-    """The output equals the layer plus scaled low-rank branches beside it, as PEFT would run them."""
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
-    plain = bench.model.lin(x)
-    bench.switch(a=0.5, b=1.0)
-    branches = sum(
-        x.double() @ delta(bench.made[name]["lin"], (10, 6), scale).T for name, scale in (("a", 0.5), ("b", 1.0))
-    )
-    assert torch.allclose(bench.model.lin(x).double(), plain.double() + branches, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -348,20 +336,3 @@ def test_switch_cost_is_measured_per_byte(tmp_path):
     assert cost_s(lora_set(c=1.0, b=1.0)) == pytest.approx(240 * per_byte_s)
     unknown_s = (240 + c_bytes) / 2 * per_byte_s
     assert cost_s(lora_set(c=1.0, never_seen=1.0)) == pytest.approx(unknown_s)
-
-
-def test_text_encoder_and_unet_are_merged_together(tmp_path):
-    """A set acts on every component that its files name."""
-    from plait_serving.diffusion.lora.parse import parse
-    from plait_serving.diffusion.lora.targets import LoraTargets
-    from support.loras import kohya_tensors, write
-
-    parts = {"unet": nn.ModuleDict({"lin": nn.Linear(4, 4)}), "text_encoder": nn.ModuleDict({"fc1": nn.Linear(4, 4)})}
-    tensors = kohya_tensors(factors({"lin": (4, 4)}), "unet") | kohya_tensors(factors({"fc1": (4, 4)}), "text_encoder")
-    both: LoadedLora = parse("x", write(tmp_path / "x.safetensors", tensors), LoraTargets.of(parts))
-    merger, before = Merger(parts), snapshot(parts)
-    merger.switch(lora_set(x=1.0), {"x": both})
-    changed = {key for key, value in snapshot(parts).items() if not torch.equal(value, before[key])}
-    assert changed == {"unet.lin.weight", "text_encoder.fc1.weight"}
-    merger.switch((), {})
-    assert_same(snapshot(parts), before)

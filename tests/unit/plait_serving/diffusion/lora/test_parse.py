@@ -170,20 +170,6 @@ def test_text_encoder_spellings(tmp_path, model, component, text_model, style):
     assert got.touches_text_encoder
 
 
-def test_sdxl_kohya_names_the_first_text_encoder_te1(tmp_path):
-    """lora_te1_ is text_encoder, lora_te2_ text_encoder_2."""
-    targets = LoraTargets.of({"text_encoder": FlatClip(), "text_encoder_2": NestedClip()})
-    tensors = {}
-    for te in ("te1", "te2"):
-        tensors[f"lora_{te}_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = torch.ones(1, 4)
-        tensors[f"lora_{te}_text_model_encoder_layers_0_mlp_fc1.lora_up.weight"] = torch.ones(6, 1)
-    got = parse("x", write(tmp_path / "a.safetensors", tensors), targets)
-    assert {str(ref) for ref in got.factors} == {
-        "text_encoder.encoder.layers.0.mlp.fc1",
-        "text_encoder_2.text_model.encoder.layers.0.mlp.fc1",
-    }
-
-
 # ---- alpha ----------------------------------------------------------------------------------------------------------
 
 
@@ -199,18 +185,11 @@ def test_without_alpha_it_is_the_rank(tmp_path):
     assert alpha_of(tmp_path, peft_tensors(factors({"lin": (10, 6)}, rank=3))) == 3.0
 
 
-@pytest.mark.parametrize("stored", [torch.tensor(1.5), torch.tensor([1.5]), torch.tensor(1.5).half()])
+@pytest.mark.parametrize("stored", [torch.tensor(4.0), torch.tensor([4.0]), torch.tensor(4.0).half(), torch.tensor(4)])
 def test_alpha_key(tmp_path, stored):
-    """kohya's alpha is read as one number, whatever its shape."""
+    """kohya's alpha is read as one number, whatever its shape; some trainers store an integer."""
     tensors = kohya_tensors(factors({"lin": (10, 6)}))
     tensors["lora_unet_lin.alpha"] = stored
-    assert alpha_of(tmp_path, tensors) == 1.5
-
-
-def test_integer_alpha(tmp_path):
-    """Some trainers store alpha as an integer."""
-    tensors = kohya_tensors(factors({"lin": (10, 6)}))
-    tensors["lora_unet_lin.alpha"] = torch.tensor(4)
     assert alpha_of(tmp_path, tensors) == 4.0
 
 
@@ -318,14 +297,6 @@ def test_keys_that_match_nothing_are_listed(tmp_path, key):
     message = refusal(tmp_path, {**peft_tensors(factors({"lin": (10, 6)})), key: torch.ones(2, 2)})
     assert "1 of 3 keys match nothing" in message
     assert key in message
-
-
-def test_many_strays_are_counted(tmp_path):
-    """A file of another model is refused in a message of bearable length."""
-    message = refusal(tmp_path, {f"unet.block{i}.lora_A.weight": torch.ones(2, 2) for i in range(500)})
-    assert "500 of 500" in message
-    assert "and 497 more" in message
-    assert len(message) < 600
 
 
 @pytest.mark.parametrize(

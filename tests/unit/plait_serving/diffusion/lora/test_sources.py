@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-import logging
 import multiprocessing
 import os
 import shutil
@@ -209,13 +208,6 @@ def test_links_that_lead_out_do_not_exist(tmp_path):
             source.fetch(name)
 
 
-def test_a_folder_that_is_itself_a_link_works(tmp_path):
-    """Operators mount folders through links."""
-    put(tmp_path / "real", "a.safetensors")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert list(FolderSource(tmp_path / "link").names()) == ["a"]
-
-
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_files_and_folders_of_any_script_are_served(tmp_path, name):
     """As a file with its suffix in any case, and as a folder that a library saved; the name is the file's own."""
@@ -229,12 +221,6 @@ def test_files_and_folders_of_any_script_are_served(tmp_path, name):
         assert list(source.names()) == [name]
         assert source.find(name).stamp == source.stamps()[name]
         assert source.fetch(name).is_relative_to(tmp_path / folder)
-
-
-def test_a_suffix_in_capitals(tmp_path):
-    """As cameras and Windows write them."""
-    put(tmp_path, "X.SAFETENSORS")
-    assert list(FolderSource(tmp_path).names()) == ["X"]
 
 
 def test_names_are_composed(tmp_path):
@@ -281,6 +267,7 @@ def test_sub_folders_at_any_depth(tmp_path):
         (("b/x.safetensors", "x/pytorch_lora_weights.safetensors"), "x/pytorch_lora_weights.safetensors"),
         (("a/x/pytorch_lora_weights.safetensors", "b/x.safetensors"), "a/x/pytorch_lora_weights.safetensors"),
         (("x.safetensors", "x.SAFETENSORS"), "x.SAFETENSORS"),
+        (("x/pytorch_lora_weights.safetensors", "x.safetensors"), "x.safetensors"),
         (("u\u0308.safetensors", "a/\u00fc.safetensors"), "u\u0308.safetensors"),
         (("\u00fc.safetensors", "u\u0308.safetensors"), "u\u0308.safetensors"),
     ],
@@ -348,25 +335,6 @@ def test_links_inside_lead_to_their_names_and_to_no_end(tmp_path):
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     (tmp_path / "a" / "same").symlink_to(tmp_path / "a")
     assert list(FolderSource(tmp_path).names()) == ["a", "b", "inner", "same"]
-
-
-def test_pickles_in_the_folder_are_mentioned_once(tmp_path, caplog):
-    """Whoever drops a .pt file finds in the log why it is not offered."""
-    put(tmp_path, "old.pt")
-    clock = itertools.count(step=60)
-    source = FolderSource(tmp_path, clock=lambda: next(clock))
-    with caplog.at_level(logging.WARNING):
-        source.names()
-        source.names()
-    assert caplog.text.count("old.pt is ignored") == 1
-
-
-def test_a_file_wins_over_a_sub_folder_of_its_name(tmp_path):
-    """The order is fixed, not the file system's."""
-    put(tmp_path, "a/pytorch_lora_weights.safetensors", b"folder")
-    assert FolderSource(tmp_path).fetch("a").read_bytes() == b"folder"
-    put(tmp_path, "a.safetensors", b"file")
-    assert FolderSource(tmp_path).fetch("a").read_bytes() == b"file"
 
 
 def test_chain_prefers_the_first(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families import family_row, row_of_file
+from plait_serving.diffusion.families import row_of_file
 from plait_serving.diffusion.families.flow import single_file
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.container import TensorInfo
@@ -196,23 +196,6 @@ def test_a_gguf_file_is_refused_by_its_name(tmp_path):
         (tmp_path / name).write_bytes(b"GGUF" + bytes(100))
         with pytest.raises(ModelError, match=rf"{name}: .*GGUF"):
             resolve_source(str(tmp_path / name), cache=tmp_path / "cache")
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "says"),
-    [
-        ("FluxFillPipeline", "FLUX.1 Fill has inputs of its own"),
-        ("FluxControlPipeline", "FLUX.1 Canny and Depth have an input of their own"),
-        ("FluxPriorReduxPipeline", "FLUX.1 Redux turns images into prompts"),
-        ("FluxControlNetPipeline", "a ControlNet of FLUX.1 in a pipeline"),
-        ("StableDiffusion3ControlNetPipeline", "a ControlNet of Stable Diffusion 3 in a pipeline"),
-    ],
-)
-def test_a_folder_that_only_looks_like_one_is_refused_by_its_name(pipeline, says, tmp_path):
-    """By the class of its pipeline."""
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
-    with pytest.raises(ModelError, match=says):
-        family_row(tmp_path)
 
 
 def test_the_family_of_a_file_is_known_by_names(folders):

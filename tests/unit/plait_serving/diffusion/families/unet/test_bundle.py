@@ -187,19 +187,6 @@ def test_only_what_is_needed_is_downloaded():
     ]  # fmt: skip
 
 
-def test_outdated_scheduler_configurations_are_mended_as_diffusers_does(folder):
-    """StableDiffusionPipeline sets steps_offset 1 and clip_sample False in old folders; so do we."""
-    path = folder / "scheduler" / "scheduler_config.json"
-    edit(path, steps_offset=0, clip_sample=True)
-    pipeline = StableDiffusionPipeline.from_pretrained(folder)
-    theirs = DDIMScheduler.from_config(pipeline.scheduler.config)
-    theirs.set_timesteps(5)
-    bundle = load_bundle(folder)
-    sampler = sampler_of(bundle, make_request(steps=5), (1,), (4, 8, 8))
-    assert torch.equal(sampler.timesteps, theirs.timesteps)
-    assert bundle.scheduler_config.written["clip_sample"] is theirs.config.clip_sample is False
-
-
 @pytest.mark.parametrize("changes", [{}, {"clip_sample": True}, {"clip_sample": False}, {"steps_offset": 0}])
 @pytest.mark.parametrize("kind", [DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler])
 def test_ddim_in_a_folder_of_another_scheduler_steps_as_diffusers_does(folder, kind, changes):

@@ -193,13 +193,6 @@ def test_folder_of_another_class_or_with_pickles_is_refused(sd: Path, tmp_path: 
         load_controlnet(broken, dtype=torch.float32)
 
 
-def test_fp16_variant_loads(sd: Path, tmp_path: Path) -> None:
-    """A folder that only has the fp16 variant's file name loads too."""
-    folder = shutil.copytree(sd, tmp_path / "variant")
-    (folder / "diffusion_pytorch_model.safetensors").rename(folder / "diffusion_pytorch_model.fp16.safetensors")
-    assert load_controlnet(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
 def test_wrong_family_is_refused(sd: Path) -> None:
     """Text of another width, or latents that do not fit the embedded image, are ModelErrors; no image is one."""
     runner = load_controlnet(sd, dtype=torch.float32)

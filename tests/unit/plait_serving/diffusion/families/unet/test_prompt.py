@@ -190,9 +190,3 @@ def test_prompts_are_measured_in_words(case):
     dogs = len(word_ids(bundle.tokenizers[0], [f"dog {end} dog"])[0])
     assert (size.prompt_tokens, size.negative_tokens, size.chunks) == (80, dogs, 4)
     assert encoder.size(make_request(prompt=LONG, guidance_scale=1.0)).chunks == 2
-
-
-def test_sdxl_sizes_are_the_requests(tiny_sdxl_folder):
-    """time_ids are original (h, w), crop (0, 0), target (h, w), as the pipeline's defaults."""
-    ours = PromptEncoder(load_bundle(tiny_sdxl_folder)).prepare(make_request(width=40, height=24))
-    assert ours.added["time_ids"].tolist() == [[24, 40, 0, 0, 24, 40]] * 2

@@ -54,22 +54,6 @@ def test_a_model_that_knows_the_picture_is_previewed_and_reached(kind, config):
     assert float((latents - target).abs().max()) < (0.2 if kind is Scheduler.DDIM else 1e-3)
 
 
-@pytest.mark.parametrize("kind", list(Scheduler))
-def test_previews_change_nothing(kind, config):
-    """Asking for the x0 estimate between steps leaves the trajectory's bits alone."""
-    ends = []
-    for previews in (False, True):
-        sampler = make(kind, config)
-        latents = sampler.init_latents()
-        for step in range(len(sampler.timesteps)):
-            output = torch.tanh(sampler.scale_input(latents, step))
-            if previews:
-                sampler.predicted_original(output, step, latents)
-            latents = sampler.step(output, step, latents)
-        ends.append(latents)
-    assert torch.equal(*ends)
-
-
 @pytest.mark.parametrize(
     "kind",
     [Scheduler.EULER_A, Scheduler.LCM, Scheduler.DDPM, Scheduler.DPMPP_2M_SDE, Scheduler.DPMPP_SDE, Scheduler.DDIM],
@@ -88,24 +72,6 @@ def test_images_draw_from_their_own_generators(kind, config):
     both, second = run((1, 2)), run((2,))
     assert torch.equal(both[1:], second)
     assert not torch.equal(both[0], both[1])
-
-
-def test_two_requests_do_not_share_state(config):
-    """Interleaved multistep samplers give what each gives alone."""
-
-    def advance(sampler, latents, step):
-        return sampler.step(torch.tanh(sampler.scale_input(latents, step)), step, latents)
-
-    alone = make(Scheduler.DPMPP_2M, config)
-    expected = alone.init_latents()
-    for step in range(5):
-        expected = advance(alone, expected, step)
-    a, b = make(Scheduler.DPMPP_2M, config), make(Scheduler.DPMPP_2M, config, steps=9, seeds=(7,))
-    x, y = a.init_latents(), b.init_latents()
-    for step in range(5):
-        y = advance(b, y, step)
-        x = advance(a, x, step)
-    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("kind", list(Scheduler))
