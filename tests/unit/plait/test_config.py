@@ -51,7 +51,6 @@ def test_defaults_serve_the_starter_on_loopback():
         ("version: 2", "version: 2 is newer than 1, the newest that this plait reads; upgrade plait"),
         ("version: one", "version: "),
         ("images: {knobs: {exact: alone}}", "images.knobs.exact: alone is gone; never is fast"),
-        ("sever: {}", "sever: unknown key; did you mean server?"),
         ("server: {port: 70000}", "server.port: must be at most 65535 (got 70000)"),
         ("images: {knobs: {largest_batch: 0}}", "images.knobs.largest_batch"),
         ("images: {knobs: {largest_bach: 1}}", "images.knobs.largest_bach: unknown key; did you mean largest_batch?"),
@@ -62,11 +61,8 @@ def test_defaults_serve_the_starter_on_loopback():
             "diffusers folders",
         ),
         ("images: {controlnets: {edges: {folder: Edges.PTH}}}", "'Edges.PTH' is a single file"),
-        ("images: {model: owner/name}", "give its commit as images.revision"),
-        ("images: {model: emojy}", "is neither 'emoji' nor a path"),
         (f"images: {{revision: {REVISION}}}", "revision belongs to a hub id"),
         ("images: {models: {a: ./a}, model: ./b, name: c}", "models names all models: leave out model, name"),
-        ("images: {models: {}}", "models is empty"),
         (
             "images: {models: {a: owner/name}}",
             "models.a: 'owner/name' is a hub id: give its commit as owner/name@commit",
@@ -78,7 +74,6 @@ def test_defaults_serve_the_starter_on_loopback():
         ("recommend: {models: {_x: {folder: a}}}", "recommend.models._x"),
         ("images: {aliases: {a: {model: emoji, loras: {'a:b': 1}}}}", "a name has 1 to 200 characters"),
         ("images: {models_folder: a, aliases: {a: {model: a/b, loras: {b: 1}}}}", "a name has 1 to 200 characters"),
-        ("images: {model: ./a.ckpt}", "a.ckpt' is a pickle, which can run code when it is loaded"),
         ("images: {model: ./a.gguf}", "a.gguf' is a GGUF checkpoint, which is not supported"),
         ("images: {models: {a: {file: a.CKPT, config: b}}}", "models.a: '"),
         ("images: {models: {a: {file: a, config: b}}}", "is no .safetensors file"),
@@ -103,12 +98,10 @@ def test_defaults_serve_the_starter_on_loopback():
             "entries.x.sha256",
         ),
         ("server: {api_keys: [{sha256: secret}]}", "server.api_keys.0.sha256"),
-        ("recommend: {models: {a: {}}}", "recommend.models.a.folder"),
         ("recommend: {models: {a: {folder: x, mode: half}}}", "recommend.models.a.mode"),
         ("recommend: {models: {a: {folder: x, cn: {knobs: {wire: int4}}}}}", "recommend.models.a.cn.knobs.wire"),
         ("recommend: {models: {a: {folder: x, hn: {knobs: {window: 1}}}}}", "hn.knobs.window: unknown key"),
         ("- 1", "top level must be a mapping"),
-        ("a: [", "not YAML"),
         ("server: {port: 1}\nserver: {port: 2}", "line 2: 'server' is given twice"),
     ],
 )
@@ -151,13 +144,7 @@ def test_config_reports_every_problem_at_once():
     assert len(caught.value.problems) == 2
 
 
-def test_config_missing_file_is_one_sentence(tmp_path):
-    """A file that is not there is told by its path."""
-    with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
-        load_config(tmp_path / "nothing.yaml")
-
-
-@pytest.mark.parametrize("override", ["server.port", "=1", "server..port=1", ".=2"])
+@pytest.mark.parametrize("override", ["=1", "server..port=1", ".=2"])
 def test_config_override_needs_path_and_value(override):
     """A malformed --set is refused as what it is."""
     with pytest.raises(ConfigError, match="not path=value"):

@@ -228,6 +228,11 @@ NEVER_ALONE = {"version", "images.revision"}
         ("images.knobs.largest_batch", 4, {"engine": "reconfigured"}),
         ("server.ingress_replicas", 2, {"ingress": "scaled"}),
         ("server.port", 9000, {}),
+        (
+            "recommend.models.both.mode",
+            "split",
+            {"whole-both": "removed", "cn-both": "added", "hn-both": "added", "ingress": "restarted"},
+        ),
         ("recommend.models.both.executor", "torch", {"whole-both": "restarted"}),
         ("recommend.models.plain.executor", "torch", {"hn-plain": "restarted"}),
         ("recommend.models.both.between_hosts", "nixl", {"whole-both": "restarted"}),

@@ -51,17 +51,6 @@ def test_cli_help_of_a_command_imports_neither_torch_nor_ray(command):
     assert "Usage" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["serv"], ["serve", "--port", "x"], ["serve", "--nothing"], ["deploy", "render", "--target", "mars"]],
-)
-def test_cli_wrong_usage_is_exit_2(arguments, capsys):
-    """Wrong usage is exit code 2 and is told on stderr (or is the help)."""
-    assert root.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err or "Usage" in captured.out
-
-
 def test_cli_help_of_a_command_is_its_help(capsys):
     """`plait help tune run` is `plait tune run --help`."""
     said = []
@@ -97,12 +86,6 @@ def test_cli_completes_what_bash_asks_for(line, offered):
     registered, *found = done.stdout.split("\n")
     assert registered == "complete -o default -C 'plait --complete' plait"
     assert [each for each in found if each] == offered
-
-
-def test_cli_suggests_the_nearest_command(capsys):
-    """A typing error gets a hint."""
-    assert root.main(["serv"]) == 2
-    assert "did you mean serve?" in capsys.readouterr().err
 
 
 def test_cli_version_is_one_line(capsys):

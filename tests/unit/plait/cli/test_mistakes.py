@@ -65,6 +65,7 @@ SHELL: list[tuple[str, int, str]] = [
     ("tune status nosuch", 1, "nosuch: there is no such file"),
     ("loadtest run smok", 2, "'smok' is neither a scenario of plait"),
     ("loadtest run smoke --rate 0", 2, "arrivals.rate_per_s: must be greater than 0, not 0.0"),
+    ("deploy render --target mars", 2, "Invalid value for '--target': 'mars' is not one of"),
     ("deploy place", 1, "name the cluster: either --cluster FILE or --live ADDRESS"),
     ("doctor --port -1", 2, "'--port': must be at least 0"),
     ("bench loadtest --workload nosuch", 1, "there is no workload 'nosuch'"),

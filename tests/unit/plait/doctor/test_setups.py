@@ -66,6 +66,7 @@ def test_a_folder_of_pickles_is_found(doctor, tmp_path):
     code, (found,) = doctor(str(path))
     assert (code, found["name"]) == (1, "models")
     assert "pickled" in found["detail"]
+    assert "safe_serialization" in found["advice"]
 
 
 def test_a_ray_without_a_token_on_all_interfaces_is_found(doctor):

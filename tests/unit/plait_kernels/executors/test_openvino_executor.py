@@ -22,7 +22,6 @@ from support.executors import (
     LAYERS,
     by_hand,
     openvino_at,
-    small_block,
     small_computation,
     small_factors,
     small_inputs,
@@ -131,22 +130,6 @@ def test_what_is_damaged_is_made_again(tmp_path, block, converted):
     assert answers(executor.open("k"), block)
 
 
-def test_a_conversion_that_is_not_equal_is_refused_and_not_kept(tmp_path, block, monkeypatch):
-    """The program computes something else than torch on the probe: `ExecutorError` says by how much."""
-    convert = conversion.convert
-
-    def other(computation):
-        other_block = small_block(torch.float16)
-        other_block.point.weight.mul_(1.01)
-        return convert(small_computation(other_block))
-
-    monkeypatch.setattr(conversion, "convert", other)
-    executor = openvino_at(tmp_path)
-    with pytest.raises(ExecutorError, match="it differs from torch by"):
-        executor.prepare("k", lambda: small_computation(block))
-    assert entries(tmp_path) == []
-
-
 def test_a_disk_that_is_full_is_an_os_error(tmp_path, block, monkeypatch):
     """It reaches the caller as it is and leaves nothing."""
 
@@ -172,24 +155,6 @@ def test_a_module_that_cannot_be_traced_is_an_executor_error(tmp_path):
     with pytest.raises(ExecutorError, match=r"^conversion failed: no trace$"):
         openvino_at(tmp_path).prepare("k", lambda: small_computation(Stubborn()))
     assert entries(tmp_path) == []
-
-
-def test_two_at_once_convert_once(tmp_path, block):
-    """The second waits for the first and reads its entry."""
-    converted, programs, executor = [], [], openvino_at(tmp_path)
-
-    def computation():
-        converted.append(1)
-        return small_computation(block)
-
-    threads = [threading.Thread(target=lambda: programs.append(executor.prepare("k", computation))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(converted) == 1
-    assert all(answers(program, block) for program in programs)
-    assert len(programs) == 2
 
 
 def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):

@@ -80,31 +80,6 @@ def test_knobs_are_applied_and_nothing_else(config: PlaitConfig) -> None:
     assert back == config
 
 
-@pytest.mark.parametrize(
-    ("knobs", "wanted"),
-    [
-        ({}, {}),
-        ({"engine.largest_batch": 4}, {"engine": Effect.RECONFIGURED}),
-        ({"controlnet-edges.threads": 2}, {"controlnet-edges": Effect.RECONFIGURED}),
-        ({"cn-shop.replicas": 2}, {"cn-shop": Effect.SCALED}),
-        ({"hn-shop.num_gpus": 1.0}, {"hn-shop": Effect.RESTARTED}),
-        (
-            {"engine.controlnet_placement": "local"},
-            {"engine": Effect.RESTARTED, "controlnet-edges": Effect.REMOVED, "ingress": Effect.RESTARTED},
-        ),
-        (
-            {"shop.mode": "whole"},
-            {"cn-shop": Effect.REMOVED, "hn-shop": Effect.REMOVED, "whole-shop": Effect.ADDED, "ingress": "restarted"},
-        ),
-    ],
-)
-def test_a_change_restarts_only_what_it_must(
-    config: PlaitConfig, knobs: dict[str, object], wanted: dict[str, str]
-) -> None:
-    """Knobs reconfigure, counts scale, and only other resources or other parts restart."""
-    assert effects(deployments(config), deployments(apply_knobs(config, knobs))) == wanted
-
-
 def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
     """What Ray sets aside, in fractions: threads cost nothing, the ingress its tenth."""
     knobs = {"engine.threads": 0, "cn-shop.replicas": 3, "hn-shop.threads": 2, "hn-shop.num_gpus": 0.5}
