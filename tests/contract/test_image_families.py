@@ -189,8 +189,9 @@ def test_its_samplers_make_as_many_calls_as_are_forecast(family: Family, denoise
         assert not torch.equal(latents[1], unlike[1])
         assert len(ours.timesteps) == request.calls
         for step in range(request.calls):
-            output = 0.1 * latents
+            output, before = 0.1 * latents, latents.clone()
             assert ours.predicted_original(output, step, latents).shape == shape
+            assert torch.equal(latents, before)
             latents = _same(ours, twin, output, step, latents)
             assert torch.isfinite(latents).all()
 
