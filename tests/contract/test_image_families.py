@@ -162,7 +162,7 @@ def test_a_request_comes_to_what_its_calls_have(family: Family, denoiser: Denois
         assert found.branches == size.rows * size.row.branches
         assert all(value.shape[0] == found.branches for value in found.added.values())
         assert found.n == request.n
-        assert size.prompt_tokens > 0
+        assert size.words["prompt"] > 0
 
 
 def test_what_agrees_in_shape_is_what_can_share_a_call(family: Family) -> None:

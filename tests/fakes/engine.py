@@ -232,8 +232,7 @@ def size_of(request: ImageRequest) -> RequestSize:
     words, negative = (len((text or "").split()) for text in (request.prompt, request.negative_prompt))
     branches, chunks = 2 if request.guidance_scale > 1.0 else 1, 1 + words // 10
     return RequestSize(
-        prompt_tokens=words,
-        negative_tokens=negative,
+        words={"prompt": words, "negative_prompt": negative},
         chunks=chunks,
         shape=(request.width, request.height, branches),
         row=RowKind(request.width * request.height, branches),

@@ -81,7 +81,7 @@ def check_request(
 
 def check_prompts(size: RequestSize, limits: ImageLimits) -> None:
     """Raise `RequestError`, naming the field, if a prompt has more tokens than text encoders are to read."""
-    for param, tokens in (("prompt", size.prompt_tokens), ("negative_prompt", size.negative_tokens)):
+    for param, tokens in size.words.items():
         if tokens > limits.max_prompt_tokens:
             raise RequestError(f"{tokens} tokens are too many; at most {limits.max_prompt_tokens}", param=param)
 

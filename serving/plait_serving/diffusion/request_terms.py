@@ -3,7 +3,7 @@ ingress."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from plait_serving.diffusion.values import ImageRequest, Scheduler
@@ -64,13 +64,12 @@ class RowKind:
 class RequestSize:
     """What a request comes to, as its family counts.
 
-    Its prompts' words, without begin, end and padding, and the `chunks` of both that text encoders read. `shape`: what
-    requests for one model must agree in to share a denoiser call. Each image is `rows` rows of a call, of the kind
-    `row`; `controls`: what its ControlNets add to their work, as a share.
+    Its prompts' `words` by field, without begin, end and padding, and the `chunks` of all that text encoders read.
+    `shape`: what requests for one model must agree in to share a denoiser call. Each image is `rows` rows of a call, of
+    the kind `row`; `controls`: what its ControlNets add to their work, as a share.
     """
 
-    prompt_tokens: int
-    negative_tokens: int
+    words: Mapping[str, int]
     chunks: int
     shape: Hashable
     row: RowKind

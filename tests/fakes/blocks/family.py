@@ -104,8 +104,7 @@ class BlocksFamily(Family):
         rows = 2 if is_guided(request) else 1
         blocks = request.width * request.height // BLOCK**2
         return RequestSize(
-            prompt_tokens=words,
-            negative_tokens=0,
+            words={"prompt": words},
             chunks=rows,
             shape=(request.height, request.width, length),
             row=RowKind(blocks + length),

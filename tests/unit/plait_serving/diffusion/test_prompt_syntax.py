@@ -286,7 +286,7 @@ def test_breaks_count_as_words(case):
     """A thousand breaks are as long a prompt as what is read for them."""
     _, encoder = case
     size = encoder.size(make_request(prompt="a BREAK " * 30, prompt_syntax=A1111, guidance_scale=1.0))
-    assert (size.prompt_tokens, size.chunks) == (29 * 75 + 1, 30)
+    assert (size.words["prompt"], size.chunks) == (29 * 75 + 1, 30)
 
 
 @pytest.mark.parametrize("negative", [(None, None), ("blue", None), ("blue", "a dog"), (None, "a dog")])

@@ -116,15 +116,16 @@ class FlowFamily(Family):
         is_guided: bool,
         reference: tuple[int, int] | None = None,
     ) -> RequestSize:
-        """Return what a request comes to, with `texts` by field, the prompt first: the text encoder `reader` has room
+        """Return what a request comes to, with `texts` by field: the text encoder `reader` has room
         for so many words of each, and the transformer reads `length` tokens of them. `reference`: the size of its image
         as the model reads it. Raises `RequestError`; its `hint` says what gives more room."""
-        words = [self.tokens.check_fits(reader, text, room, param=name, hint=hint) for name, text in texts.items()]
+        words = {
+            name: self.tokens.check_fits(reader, text, room, param=name, hint=hint) for name, text in texts.items()
+        }
         pixels = [(request.width, request.height), *([reference] if reference else [])]
         rows = 2 if is_guided else 1
         return RequestSize(
-            prompt_tokens=words[0],
-            negative_tokens=sum(words[1:]),
+            words=words,
             chunks=rows,
             shape=(request.width, request.height, length, reference),
             row=RowKind(length + sum(self.outline.tokens(*size) for size in pixels)),

@@ -28,6 +28,9 @@ class Chunk(NamedTuple):
 _Words: TypeAlias = list[tuple[int, float]]
 """The ids of words with their weights."""
 
+_FIELDS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
+"""A request's texts."""
+
 _REMEMBERED = 256
 """Texts whose ids are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
 _WORD_CHARS = 6
@@ -77,10 +80,9 @@ class PromptTokens:
         prompt, negative = self.pair(request)
         read = (prompt, negative) if branches == 2 else (prompt,)
         count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
-        width, height = request.width, request.height
+        width, height, syntax = request.width, request.height, request.prompt_syntax
         return RequestSize(
-            prompt_tokens=prompt.words,
-            negative_tokens=negative.words,
+            words={name: self.of(getattr(request, name) or "", syntax, param=name).words for name in _FIELDS},
             chunks=len(read) * count,
             shape=(width, height, branches),
             row=RowKind(width * height, branches),

@@ -109,7 +109,7 @@ def test_what_a_request_comes_to(family_of):
     distilled = dev.measure(asked(dev, prompt="a red cat", max_sequence_length=20))
     assert (true_cfg.rows, distilled.rows) == (2, 1)
     assert (true_cfg.shape, true_cfg.row) == (distilled.shape, distilled.row)
-    assert distilled.prompt_tokens == len(["▁", "a", "▁red", "▁cat"])
+    assert distilled.words["prompt"] == len(["▁", "a", "▁red", "▁cat"])
     longer = dev.measure(asked(dev, max_sequence_length=21))
     assert longer.shape != distilled.shape
 

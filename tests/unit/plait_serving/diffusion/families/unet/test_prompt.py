@@ -8,6 +8,8 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
+from plait_serving.diffusion.admission import ImageLimits, check_prompts
+from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import chunks_of, word_ids
@@ -188,5 +190,15 @@ def test_prompts_are_measured_in_words(case):
     end = bundle.tokenizers[0].eos_token
     size = encoder.size(make_request(prompt=LONG, negative_prompt=f"dog {end} dog"))
     dogs = len(word_ids(bundle.tokenizers[0], [f"dog {end} dog"])[0])
-    assert (size.prompt_tokens, size.negative_tokens, size.chunks) == (80, dogs, 4)
+    assert (size.words["prompt"], size.words["negative_prompt"], size.chunks) == (80, dogs, 4)
     assert encoder.size(make_request(prompt=LONG, guidance_scale=1.0)).chunks == 2
+
+
+@pytest.mark.parametrize("field", ["prompt", "prompt_2", "negative_prompt", "negative_prompt_2"])
+def test_a_text_that_is_too_long_is_named(case, field):
+    """It has as many words as it has, whatever the other encoder's text; no other field is blamed."""
+    _, encoder, _ = case
+    size = encoder.size(make_request(**{"prompt": "cat", field: LONG}))
+    with pytest.raises(RequestError, match="80 tokens") as refused:
+        check_prompts(size, ImageLimits(max_prompt_tokens=79))
+    assert refused.value.param == field
