@@ -46,9 +46,12 @@ Who = Annotated[Principal, Depends(principal)]
 _NAMES = {
     "num_inference_steps": "steps", "guidance_scale": "cfg_scale", "scheduler": "sampler_name", "sigmas": "scheduler",
     "n": "batch_size", "size": "width", "strength": "denoising_strength", "image": "init_images",
-    "clip_skip": "override_settings.CLIP_stop_at_last_layers", "controlnets": "alwayson_scripts",
+    "clip_skip": "override_settings.CLIP_stop_at_last_layers", "controlnets": "alwayson_scripts.controlnet",
 }  # fmt: skip
 """A1111's names of plait's fields."""
+_OF_UNITS = {"name": "model", "preprocess": "module", "scale": "weight", "start": "guidance_start",
+             "end": "guidance_end"}  # fmt: skip
+"""sd-webui-controlnet's names of the members of `controlnets`."""
 
 _NONE_HERE: dict[str, Any] = {
     "cmd-flags": {}, "embeddings": {"loaded": {}, "skipped": {}}, "extensions": [], "face-restorers": [],
@@ -96,7 +99,10 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
 
 
 def _their_names(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    return (_NAMES.get(str(place[0]), place[0]), *place[1:]) if place else place
+    if not place:
+        return place
+    members = _OF_UNITS if place[0] == "controlnets" else {}
+    return (_NAMES.get(str(place[0]), place[0]), *(members.get(str(each), each) for each in place[1:]))
 
 
 def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints: list[str]) -> bytes:

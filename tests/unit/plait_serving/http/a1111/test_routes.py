@@ -153,6 +153,11 @@ def test_other_options_stay_as_they_are(client):
     assert client.get(f"{SDAPI}/options").json() == options
 
 
+def of_unit(**unit):
+    """A request with a ControlNet."""
+    return {"alwayson_scripts": {"controlnet": {"args": [{"model": "edges", "image": b64(png()), **unit}]}}}
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "named"),
     [
@@ -179,6 +184,9 @@ def test_other_options_stay_as_they_are(client):
         ({"override_settings": {"sd_model_checkpoint": "emoji" + "+" * 2**20}}, 400, "at most 1024"),
         ({"override_settings": {"CLIP_stop_at_last_layers": "2"}}, 400, "CLIP_stop_at_last_layers"),
         ({"override_settings": {"CLIP_stop_at_last_layers": -2}}, 400, "CLIP_stop_at_last_layers"),
+        (of_unit(weight="much"), 400, "alwayson_scripts.controlnet.0.weight: "),
+        (of_unit(guidance_end=2), 400, "alwayson_scripts.controlnet.0.guidance_end: "),
+        (of_unit(model=None), 400, "alwayson_scripts.controlnet.0.model: "),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, status, named):
