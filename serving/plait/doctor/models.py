@@ -27,6 +27,8 @@ from plait_serving.spelling import hint
 
 _PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 """The folders of a diffusers model that hold weights, beside the model that steps."""
+_WEIGHTLESS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3")
+"""Those that hold none, and without which no model is loaded."""
 _SHOWN = 5
 """Of what is left out of a folder."""
 
@@ -151,9 +153,13 @@ def check_base(base: BaseSource, key: str) -> Iterator[CheckResult]:
         advice = f"name the file: {folder / files[0]}" if files else f"a model's folder has {INDEX} and its parts"
         yield finding("models", False, f"{key}: {detail}", advice)
         return
+    named = {part for part, kind in index.items() if isinstance(kind, list) and kind and kind[0] is not None}
     for part in (denoiser, *_PARTS):
-        if (folder / part).is_dir() or (index.get(part) or [None])[0] is not None:
+        if (folder / part).is_dir() or part in named:
             yield _weights(folder / part, key)
+    for part in _WEIGHTLESS:
+        if part in named and not (folder / part).is_dir():
+            yield finding("models", False, f"{key}: {_missing(folder / part)}", "copy the folder again")
 
 
 def _twins(images: ImagesSection) -> Iterator[CheckResult]:

@@ -227,6 +227,14 @@ def test_one_harmed_model_is_a_problem(config, harm, says):
         assert expected in found[0].detail
 
 
+@pytest.mark.parametrize("part", ["scheduler", "tokenizer"])
+def test_a_model_without_its_scheduler_or_tokenizer_is_not_whole(config, part):
+    """A server would end by it, although all weights are there."""
+    shutil.rmtree(config.parent / "base" / part)
+    (found,) = problems(config)
+    assert (found.verdict, f"base/{part}: there is no such folder" in found.detail) == (CheckStatus.FAIL, True), found
+
+
 @pytest.mark.parametrize(("name", "dtype", "says"), [
     ("a.ckpt", None, "a pickle"), ("a.gguf", None, "a GGUF checkpoint"),
     ("a.safetensors", np.uint8, "img_in.weight is U8: quantized"), ("a.safetensors", np.float32, "FLUX.1 Fill"),
