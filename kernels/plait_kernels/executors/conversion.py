@@ -32,7 +32,18 @@ def convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
     The model shares its constants' memory with the module's parameters. Raises `ExecutorError`.
     """
     with MODULES:
-        return _convert(computation)
+        try:
+            return _convert(computation)
+        finally:
+            _forget_traces()
+
+
+def _forget_traces() -> None:
+    """Free what torch keeps of every trace for good: 18 MB of half a UNet of 0.4 M parameters."""
+    kept: Any = torch.jit._recursive.concrete_type_store
+    kept.type_store.clear()
+    kept.methods_compiled.clear()
+    torch._C._jit_clear_class_registry()
 
 
 def _convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:

@@ -143,6 +143,14 @@ def test_a_disk_that_is_full_is_an_os_error(tmp_path, block, monkeypatch):
     assert entries(tmp_path) == []
 
 
+def test_of_what_was_traced_nothing_is_kept(block):
+    """Or each model that comes would take memory for good: torch gives no class of the same name another one."""
+    for _ in range(2):
+        conversion.convert(small_computation(block))
+        traced = conversion._trace(torch.nn.Linear(2, 2), [torch.ones(1, 2)])
+        assert "torch.nn.modules.linear.Linear" in str(traced.graph)
+
+
 def test_a_module_that_cannot_be_traced_is_an_executor_error(tmp_path):
     """The reason is one line, and nothing is left."""
 
