@@ -17,6 +17,7 @@ import numpy as np
 
 from plait.tuning.measure.early_stop import EarlyStop, needs_of
 from plait.tuning.measure.usage import ResourceUsage, UsageSampler
+from plait_autoconfig.objective import Limit
 from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity
 from plait_loadtest.capacity import judge, observe
 from plait_loadtest.histogram import of_ns
@@ -145,9 +146,11 @@ def run_search(
     *,
     expected_per_s: float = 0.0,
     needed: Callable[[LoadResult], float] = lambda _: 0.0,
+    limits: Sequence[Limit] = (),
     whole: bool = False,
 ) -> LoadResult:
-    """Look for the highest rate at which the configuration holds the SLO, and return its load at that rate.
+    """Look for the highest rate at which the configuration holds the SLO and those `limits` that are on what a load
+    shows, and return its load at that rate.
 
     `expected_per_s`: what similar configurations reached; without, it starts from the scenario's rate. `needed`: the
     goodput with which this one would tie with the best so far, by a look at it. `whole`: once it is known where to
@@ -164,10 +167,11 @@ def run_search(
         left_s = watch.limit_s - (time.monotonic() - started_s)
         loads.append(load := run_given(trial, replace(watch, limit_s=left_s)))
         result = load.sessions[0].result
+        within = all(each.excess(load.metrics) <= 0.0 for each in limits if each.metric in load.metrics)
         return Look(
             rate_per_s=rate_per_s,
             duration_s=duration_s,
-            held=not load.ended_early and bool(load.sessions[0].summary.total.slo_met),
+            held=within and not load.ended_early and bool(load.sessions[0].summary.total.slo_met),
             answered_per_s=int((result.records["outcome"] == Ended.OK).sum()) / max(result.wall_s, 1e-3),
             needed_per_s=needed(load),
             valid=not load.invalid or _shows_a_miss(load.sessions[0]),

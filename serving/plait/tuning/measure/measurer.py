@@ -106,6 +106,7 @@ class PlaitMeasurer:
             limit_s=task.limit_s - _SPARE_S - (time.monotonic() - started_s),
             prices=spec.prices,
             goal=spec.goal.goals[0] if len(spec.goal.goals) == 1 else None,
+            limits=spec.goal.limits,
             to_beat=task.to_beat,
             expected_per_s=task.expected_per_s,
             rate_per_s=task.rate_per_s,

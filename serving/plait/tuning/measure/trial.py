@@ -17,7 +17,7 @@ from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
 from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import Prices
-from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S, Goal
+from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S, Goal, Limit
 from plait_autoconfig.trial_load import surely_loses
 from plait_autoconfig.values import TrialOutcome
 from plait_loadtest.mix.images import DEFAULT_PATH
@@ -39,8 +39,8 @@ class LoadPlan:
     """The load to run: scenarios without an address, each at its rate or, if `search`, in search of the highest one.
 
     `goal`: the only one of the job, if there is one; `to_beat`: its metric for the best configuration so far, None if
-    this measurement is to be complete; `expected_per_s`: the goodput that similar configurations reached, 0 if unknown;
-    `rate_per_s`: the rate of all scenarios, in place of their own, if it is not 0.
+    this measurement is to be complete; `limits`: the job's; `expected_per_s`: the goodput that similar configurations
+    reached, 0 if unknown; `rate_per_s`: the rate of all scenarios, in place of their own, if it is not 0.
     """
 
     scenarios: tuple[Scenario, ...]
@@ -50,6 +50,7 @@ class LoadPlan:
     prices: Prices
     goal: Goal | None = None
     to_beat: float | None = None
+    limits: tuple[Limit, ...] = ()
     expected_per_s: float = 0.0
     rate_per_s: float = 0.0
     guard: Callable[[], StopWhen] | None = None
@@ -114,8 +115,9 @@ class _TrialLoads:
         whole = self._plan.to_beat is None
         return self._each(
             lambda scenario, watch: run_search(
-                scenario, watch, expected_per_s=self._plan.expected_per_s, needed=self._needed, whole=whole
-            )
+                scenario, watch, expected_per_s=self._plan.expected_per_s, needed=self._needed,
+                limits=self._plan.limits, whole=whole,
+            )  # fmt: skip
         )
 
     def given(self) -> list[LoadResult]:

@@ -10,8 +10,9 @@ import pytest
 
 from fakes.bad_server import bad_server
 from fakes.stub_server import stub_server
-from plait.tuning.measure.load import Watch, joined, metrics_of, run_given, run_search
+from plait.tuning.measure.load import LoadResult, Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
+from plait_autoconfig.objective import Limit, at_most
 from plait_autoconfig.trial_load import Look, LookPlan
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import summarise
@@ -117,6 +118,26 @@ def test_a_search_returns_the_load_that_counts_and_says_what_it_tried(
     assert len(loaded.sessions) == 2
     assert loaded.counted_s == loaded.sessions[0].result.wall_s
     assert loaded.notes == ("rates: 40/s held (1 s), 80/s missed (1 s)",)
+
+
+@pytest.mark.parametrize(
+    ("limits", "held"),
+    [((), True), ((at_most("p99_ms", 60.0), at_most("memory_gib", 0.0)), True), ((at_most("p99_ms", 40.0),), False)],
+)
+def test_a_rate_holds_within_the_limits(limits: tuple[Limit, ...], held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a limit below the SLO would be judged at a rate that breaks it, and nothing would keep it. What no load
+    shows is not a matter of rates."""
+    done, looks = session(records(np.linspace(0, 0.99, 100), 50.0), scenario(duration_s=1.0)), list[Look]()
+
+    def one_look(run: Callable[[float, float], Look], plan: LookPlan) -> list[Look]:
+        looks.append(run(plan.first_per_s, plan.long_s))
+        return looks
+
+    loaded = LoadResult(metrics=metrics_of([done]), sessions=(done,))
+    monkeypatch.setattr("plait.tuning.measure.load.run_given", lambda *_: loaded)
+    monkeypatch.setattr("plait.tuning.measure.load.look_for_capacity", one_look)
+    run_search(done.scenario, Watch(), limits=limits)
+    assert [look.held for look in looks] == [held]
 
 
 def test_a_look_and_the_rest_are_one_load(url: str) -> None:
