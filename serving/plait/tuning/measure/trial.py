@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -112,13 +113,12 @@ class _TrialLoads:
 
     def searched(self) -> list[LoadResult]:
         """Search for the highest rate of each scenario."""
-        whole = self._plan.to_beat is None
-        return self._each(
-            lambda scenario, watch: run_search(
-                scenario, watch, expected_per_s=self._plan.expected_per_s, needed=self._needed,
-                limits=self._plan.limits, whole=whole,
-            )  # fmt: skip
-        )
+        plan = self._plan
+        search = partial(
+            run_search, expected_per_s=plan.expected_per_s, needed=self._needed, limits=plan.limits,
+            whole=plan.to_beat is None,
+        )  # fmt: skip
+        return self._each(search)
 
     def given(self) -> list[LoadResult]:
         """Run each scenario at its rate: first a short look, and the rest unless the look surely loses."""
