@@ -46,8 +46,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "models": ("p99_steps", "images_per_s"),
     "faults": (
         "requests", "right", "documented", "wrong", "hung", "answered_s", "goodput_per_s", "latency_p95_s",
-        "health_p99_s", "first_image_s", "refused_p99_s", "engine_mib", "memory_bytes_per_hour", "refusal_ms",
-        "listing_ms", "known_s",
+        "health_p99_s", "first_image_s", "refused_p99_s", "engine_mib", "ingress_peak_mib",
+        "memory_bytes_per_hour", "refusal_ms", "listing_ms", "known_s",
     ),
 }  # fmt: skip
 """The metrics by which one decides, in their order; all others are in `loadtest/results` alone."""

@@ -115,6 +115,10 @@ class FaultServer:
             held[kind] += sizes.get("Pss_Anon", 0) + sizes.get("Pss_Shmem", 0)
         return held
 
+    def peak_memory(self, kind: str) -> int:
+        """Return the most that one process of this kind had in memory since it began, in bytes, pages of files too."""
+        return max((status_of(pid).get("VmHWM", 0) for pid, its in self.processes().items() if its == kind), default=0)
+
     def _marked(self) -> set[int]:
         found, mark = set(), f"{_MARK}={self.mark}".encode()
         for entry in _PROC.iterdir():

@@ -185,7 +185,7 @@ class Neighbour(Beside):
     most_rounds = 2
     metrics: Mapping[str, str] = {
         "latency_p95_s": "s", "health_p99_s": "s", "requests": "requests", "right": "requests",
-        "killed": "processes", "engine_mib": "MiB",
+        "killed": "processes", "engine_mib": "MiB", "ingress_peak_mib": "MiB",
     }  # fmt: skip
     untimed = metrics.keys() - {"latency_p95_s", "health_p99_s"}
     round_s, share = 120.0, 0.15
@@ -211,7 +211,7 @@ class Neighbour(Beside):
             capacity = await capacity_per_s(b, cycle(self.asks), seconds=20.0, clients=_CLIENTS)
         self.per_s = self.share * capacity
         self.say(f"{self.attack}: capacity {capacity:.2f} images/s; the neighbour asks for {self.per_s:.2f}")
-        self.before = await asyncio.to_thread(self.server.own_memory)
+        self.before = await asyncio.to_thread(self._held_mib)
         self.replicas = await asyncio.to_thread(self.server.replicas)
 
     async def measured(self, system: str, number: int) -> list[Reading]:
@@ -264,12 +264,17 @@ class Neighbour(Beside):
 
     def conclude(self) -> list[ResultRow]:
         """Return what was held before the first round and after the last, and which processes are gone."""
-        after, killed = self.server.own_memory(), len(self.replicas - self.server.replicas())
+        after, killed = self._held_mib(), len(self.replicas - self.server.replicas())
         return [
             self.row(system, metric, value)
             for system, held, gone in (("alone", self.before, 0), ("beside", after, killed))
-            for metric, value in (("killed", gone), ("engine_mib", held["engine"] / 2**20))
+            for metric, value in (("killed", gone), *held.items())
         ]
+
+    def _held_mib(self) -> dict[str, float]:
+        """Return what the engine holds, and the most that the ingress, which reads bodies, ever did."""
+        engine, ingress = self.server.own_memory()["engine"], self.server.peak_memory("ingress")
+        return {"engine_mib": engine / 2**20, "ingress_peak_mib": ingress / 2**20}
 
     def promises(self, values: Values) -> Iterator[Promise]:
         """Judge latency, health, memory, and what was killed."""
