@@ -19,17 +19,18 @@ def draft_job(run: LibraryRun, *, target: Any, scenario: str, library: str, only
 
     The reference is the configuration that was measured most often, or the first. `target`: the job's, unchecked;
     `only_measured`: it proposes nothing that was not measured before. A knob that was measured only with some values of
-    another one is active only with these. Raises `LibraryError` for a run without a measurement or without a knob that
-    varied.
+    another one is active only with these; one that always had the same value keeps it. Raises `LibraryError` for a run
+    without a measurement or without a knob that varied.
     """
     ran = [trial for trial in run.trials if trial.outcome.failure is None]
     if not ran:
         raise LibraryError(f"{run.run_id} has no measurement that a job could start from")
-    values = _values([trial.config for trial in run.trials])
-    varied = {name: seen for name, seen in values.items() if len(seen) > 1}
-    if not varied:
+    configs = [trial.config for trial in run.trials]
+    seen = _values(configs)
+    values = {name: those for name, those in seen.items() if len(those) > 1 or all(name in each for each in configs)}
+    if all(len(those) == 1 for those in values.values()):
         raise LibraryError(f"{run.run_id} measured one configuration only: there is nothing to choose between")
-    conditions = _conditions([trial.config for trial in run.trials], list(varied))
+    conditions = _conditions(configs, list(values))
     measured = set(ran[0].outcome.metrics)
     goal = next((f"{direction} {metric}" for metric, direction in _GOALS.items() if metric in measured), "")
     usual = max(cells_of(ran), key=lambda cell: len(cell.trials))
@@ -38,13 +39,13 @@ def draft_job(run: LibraryRun, *, target: Any, scenario: str, library: str, only
         "target": target,
         "knobs": {
             name: _knob(run, name, values[name]) | conditions.get(name, {})
-            for name in sorted(varied, key=conditions.__contains__)  # after the knobs that they depend on
+            for name in sorted(values, key=conditions.__contains__)  # after the knobs that they depend on
         },
         "scenarios": [scenario],
         "objective": run.goals[0] if run.goals else goal or "max goodput_per_cost",
         "library": library,
         "reference": {
-            "config": {name: value for name, value in usual.config.items() if name in varied},
+            "config": {name: value for name, value in usual.config.items() if name in values},
             "why": f"measured {len(usual.trials)} times before" if len(usual.trials) > 1 else "measured before",
         },
     }

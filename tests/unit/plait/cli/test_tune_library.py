@@ -86,12 +86,13 @@ def test_a_library_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the target of the service; a knob that is empty with some values of another one depends on it, and what a
-    row says of a knob that does not count changes nothing."""
-    rows = ["mode,batch,level,rps", "plain,1,,10", "plain,4,,12", "packed,1,3,11", "packed,4,9,15", "packed,4,9,16"]
-    (measured / "other.csv").write_text("\n".join(rows) + "\n")
+    """With the target of the service; a knob that is empty with some values of another one depends on it, what a row
+    says of a knob that does not count changes nothing, and one that had one value keeps it."""
+    rows = ["plain,1,,10", "plain,4,,12", "packed,1,3,11", "packed,4,9,15", "packed,4,9,16"]
+    (measured / "other.csv").write_text("\n8,".join(["mib,mode,batch,level,rps", *rows]))
     (measured / "other.yaml").write_text(
-        "service: my service\nknobs: {level: level, mode: mode, batch: batch}\nmetrics: {goodput_per_s: rps}\n"
+        "service: my service\nknobs: {level: level, mode: mode, batch: batch, cache: mib}\n"
+        "metrics: {goodput_per_s: rps}\n"
     )
     (measured / "target.yaml").write_text("{command: ['true'], ready: 'http://127.0.0.1:{port}/'}\n")
     (measured / "load.yaml").write_text(
@@ -101,7 +102,7 @@ def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.
     assert plait("job", "other.csv", *words) == 0, capsys.readouterr().err
     spec = parse_job((measured / "mine.yaml").read_text(), folder=measured)
     assert spec.knobs["level"].when == {"mode": ("packed",)}
-    assert spec.default == {"mode": "packed", "batch": 4, "level": 9}
+    assert spec.default == {"mode": "packed", "batch": 4, "cache": 8, "level": 9}
     assert str(spec.goal) == "max goodput_per_s"
     assert len(spec.space.cells()) == 2 + 2 * 2
     measurer = PlaitMeasurer(
