@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -161,4 +161,7 @@ def _tree_cpu_s(pid: int) -> float:
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     children = [child for task in (process / "task").iterdir() for child in (task / "children").read_text().split()]
-    return used_s + sum(_tree_cpu_s(int(child)) for child in children)
+    for child in children:
+        with suppress(OSError):  # it has ended meanwhile
+            used_s += _tree_cpu_s(int(child))
+    return used_s

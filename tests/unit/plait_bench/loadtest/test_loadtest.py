@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 from plait_bench.job import BenchJob
 from plait_bench.loadtest import generators
 from plait_bench.loadtest.window import ThroughputWindow, measure, noop_server
+from support.waiting import wait_for
 
 
 def window(per_s, cpu_s_per_1000=0.05):
@@ -124,11 +126,18 @@ def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
     assert list((tmp_path / "plait" / "bench").iterdir()) == []
 
 
-def test_the_window_counts_what_the_server_saw():
-    """A real run of our generator: the server's count, the processes' time, and the generator's own word."""
+def test_the_window_counts_what_the_server_saw(monkeypatch):
+    """A real run of our generator: the server's count, the processes' time, and the generator's own word. Each time
+    that is waited is one of 300 requests, so that the window lies within the run on any host."""
     with noop_server() as server:
-        trial = generators.try_rate(server, 300.0, seconds=1.0)
-        assert server.served() >= trial.window.requests > 0
+
+        def sleep(_):
+            so_far = server.served()
+            wait_for(lambda: server.served() >= so_far + 300)
+
+        monkeypatch.setattr("plait_bench.loadtest.window.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+        trial = generators.try_rate(server, 1000.0, seconds=1.0)
+        assert server.served() - 300 >= trial.window.requests >= 300
     assert trial.window.cpu_s > 0
     assert trial.errors == 0
 
