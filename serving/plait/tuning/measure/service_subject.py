@@ -168,8 +168,9 @@ class ServiceSubject:
         if shutil.which(str(Path(self._target.folder, program)) if "/" in program else program) is None:
             field = "command" if self._target.command else "apply"
             raise JobRefused(f"target.{field}: there is no program {program!r}")
+        first = {name: knob.value_at(0) for name, knob in self._spec.space.by_name.items()}
         try:
-            self._handed_over(self._spec.default)
+            self._handed_over({**first, **self._spec.default})  # those that are inactive in the reference, too
         except PlaitError as error:
             raise JobRefused(f"target: {error}") from error
 
