@@ -224,7 +224,7 @@ def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
     runs: list[LibraryRun] = []
     for path in paths:
         try:
-            runs += load_lines(path.read_text(encoding="utf-8").splitlines()).runs
+            runs += load_lines(path.read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError, TunerError) as error:
             raise BenchError(f"{path} is no library of trials: {error}") from error
     return runs

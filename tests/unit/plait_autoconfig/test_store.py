@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait_autoconfig.errors import LibraryError
-from plait_autoconfig.rows import UnreadableLine, dump_lines, load_lines
+from plait_autoconfig.rows import dump_lines, load_lines
 from plait_autoconfig.store import LibraryStore, read_library, write_library
 from plait_autoconfig.values import FailureKind
 from support.autoconfig import failed, measured, run_of
@@ -28,9 +28,8 @@ NEWER = '{"plait_library":3,"kind":"trial","shape":"unheard of"}'
 def test_lines_hold_everything():
     """What is written is read back equal, value by value and kind by kind."""
     loaded = load_lines(dump_lines([RUN, OTHER]))
-    assert loaded.runs == (RUN, OTHER)
-    assert (loaded.unreadable, loaded.torn) == ((), False)
-    kinds = {name: type(value) for name, value in loaded.runs[0].trials[0].config.items()}
+    assert loaded == (RUN, OTHER)
+    kinds = {name: type(value) for name, value in loaded[0].trials[0].config.items()}
     assert kinds == {"cpu": int, "batch": int, "fused": bool, "gpu": str, "share": float}
 
 
@@ -42,17 +41,13 @@ def test_a_file_that_breaks_off_loses_its_last_line_only(tmp_path: Path):
     last = content[:-1].rfind(b"\n") + 1
     for end in (last + 1, last + 40, len(content) - 2):
         path.write_bytes(content[:end])
-        loaded = read_library(path)
-        assert loaded.torn
-        assert loaded.runs[0].trials == TRIALS[:2]
+        assert read_library(path)[0].trials == TRIALS[:2]
 
 
-def test_lines_of_a_later_version_are_kept():
-    """They are marked, and written back as they were."""
-    loaded = load_lines([*dump_lines([OTHER]), NEWER])
-    assert loaded.runs == (OTHER,)
-    assert loaded.unreadable == (UnreadableLine(text=NEWER, reason="line 3 has format 3, this version reads 2"),)
-    assert load_lines(dump_lines(loaded.runs, loaded.unreadable)).unreadable == loaded.unreadable
+def test_a_line_of_a_later_version_is_told_as_such():
+    """Whoever reads it has to update; without it the file would say something else."""
+    with pytest.raises(LibraryError, match=r"line 3 of the library has format 3, .* reads 2; update plait"):
+        load_lines([*dump_lines([OTHER]), NEWER])
 
 
 @pytest.mark.parametrize(
@@ -141,15 +136,13 @@ def test_a_process_that_is_killed_while_it_adds_loses_no_run(tmp_path: Path):
     assert LibraryStore.open(path).add(RUN) == 3
 
 
-def test_import_and_export(tmp_path: Path):
-    """A file goes through a store unharmed, lines of a later version included; importing it twice changes nothing."""
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(f"{line}\n" for line in [*dump_lines([RUN, OTHER]), NEWER]))
+def test_what_is_exported_can_be_read(tmp_path: Path):
+    """And no half file is left beside it."""
     store = LibraryStore.open(tmp_path / "library.log")
-    for _ in range(2):
-        assert len(store.import_file(path).unreadable) == 1
+    for run in (RUN, OTHER):
+        store.add(run)
     store.export_file(tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text() == path.read_text()
+    assert read_library(tmp_path / "out.jsonl") == (RUN, OTHER)
     assert [file.name for file in tmp_path.glob("*.part")] == []
 
 

@@ -150,7 +150,7 @@ def _add_all(source: Path, *, into: Path) -> None:
     """Add the runs of a library, or of its exported lines, and say how many trials were new."""
     from plait_autoconfig.store import read_library
 
-    runs = read_library(source).runs if source.suffix == ".jsonl" else _existing(source).runs()
+    runs = read_library(source) if source.suffix == ".jsonl" else _existing(source).runs()
     store = _store(into)
     added = sum(map(store.add, runs))
     typer.echo(f"{len(runs)} runs, {added} trials added to {into}")
