@@ -272,16 +272,15 @@ def _exit_code(session: FinishedRun, is_written: bool) -> int:
 
 def _setting(text: str) -> tuple[str, object]:
     """Parse `KEY=VALUE`; the value is YAML, so numbers are numbers and lists are lists."""
-    import yaml
-
+    from plait_loadtest import strict_yaml
     from plait_loadtest.errors import ScenarioError
 
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ScenarioError(f"--set {text!r}: write KEY=VALUE")
     try:
-        return key, yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        return key, strict_yaml.parse(value, "the value")[1]
+    except strict_yaml.NotYaml as error:
         raise ScenarioError(f"--set {text!r}: the value is not YAML") from error
 
 

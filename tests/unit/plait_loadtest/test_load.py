@@ -227,6 +227,7 @@ def test_a_body_and_a_body_file_exclude_each_other(tmp_path):
         ("\x00", "unacceptable character"),
         ("[" * 1500, "is nested too deeply"),
         ("name: 2024-99-99", "month must be in 1..12"),
+        ("name: !!bool maybe", "a value is not what its tag says"),
         ("? [a, {b: 1}]\n: 1\n", "line 1: found unhashable key"),
     ],
 )
