@@ -47,5 +47,5 @@ def as_file(path: Path, settings: Mapping[str, Value]) -> str:
         for place, value in paths.items():
             set_at(data, place, value, makes_sections=False)
     except (OSError, ValueError, YAMLError, PlaitError) as error:
-        raise PlaitError(f"{path}: {error}") from error
+        raise PlaitError(f"{path}: {' '.join(str(error).split())}") from error
     return json.dumps(data, indent=2) + "\n"
