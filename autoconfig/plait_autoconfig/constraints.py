@@ -3,13 +3,14 @@
 The text is parsed with `ast`, and only the following is translated: numbers, strings, knobs, `+ - * / // %`,
 comparisons (chained ones included), `in` a list, `and`, `or`, `not`, and the functions `min`, `max` and `abs`.
 A constraint that names an inactive knob does not apply. Names of knobs may have hyphens and dots, as in
-`max-num-seqs * 2 <= 64`: where a knob has that name it is meant, and no subtraction.
+`max-num-seqs * 2 <= 64`, or be words of Python (`lambda`): where a knob has that name it is meant.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import keyword
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +22,9 @@ from plait_autoconfig.values import Config
 
 KNOB_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*", re.ASCII)
 """What a knob may be called."""
+
+_WORDS = {*keyword.kwlist} - {"and", "or", "not", "in", "is", "True", "False", "None"}
+"""What Python's parser takes for something else, and a constraint for the name of a knob."""
 
 _LONGEST = 500  # characters; also keeps the parser from nesting deeply
 
@@ -126,7 +130,7 @@ def _read(text: str, knobs: Collection[str], what: str) -> tuple[ast.expr, _Read
 
 def _stand_ins(text: str, knobs: Collection[str]) -> dict[str, str]:
     """Return Python's kind of name for each knob whose own is none, and that the text does not contain."""
-    named = [knob for knob in knobs if not knob.isidentifier()]
+    named = [knob for knob in knobs if not knob.isidentifier() or knob in _WORDS]
     prefix = "knob_"
     while prefix in text:
         prefix += "_"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def draft_job(run: LibraryRun, *, target: Any, scenario: str, library: str, only
     goal = next((f"{direction} {metric}" for metric, direction in _GOALS.items() if metric in measured), "")
     usual = max(cells_of(ran), key=lambda cell: len(cell.trials))
     settings: dict[str, Any] = {
-        "name": "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run.service)[:64],
+        "name": re.sub(r"[^A-Za-z0-9._-]", "-", run.service).lstrip("._-")[:64] or "job",
         "target": target,
         "knobs": {
             name: _knob(run, name, values[name]) | conditions.get(name, {})

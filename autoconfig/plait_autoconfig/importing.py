@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait_autoconfig.errors import LibraryError, TunerError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, Value
+from plait_loadtest import strict_yaml
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -63,12 +63,12 @@ class CsvMap(BaseModel):
 def read_map(path: Path) -> CsvMap:
     """Read a map. Raises `LibraryError` naming the file and what is wrong in it."""
     try:
-        return CsvMap.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return CsvMap.model_validate(strict_yaml.parse(path.read_text(encoding="utf-8"), "the map")[1])
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the map"
         raise LibraryError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise LibraryError(f"{path}: {error}") from error
 
 

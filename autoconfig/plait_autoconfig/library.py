@@ -114,45 +114,35 @@ def usable_runs(runs: Iterable[LibraryRun], space: Space, objective: Objective) 
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staleness:
-    """How much less a run counts. The factors are judgement, not measurement: whatever may have changed halves the
-    weight.
-
-    Nothing is dropped. A designer that weights runs by how well they predict the new trials soon corrects a wrong
-    guess.
-    """
-
-    version_factor: float = 0.5  # for each version that differs in its first two numbers
-    accelerator_factor: float = 0.5  # for another accelerator, or one where there was none
-    cpus_factor: float = 0.8  # for twice or half as many CPUs, and again for each further doubling
-    half_life_days: float = 365.0
+_VERSION_FACTOR = 0.5  # for each version that differs in its first two numbers
+_ACCELERATOR_FACTOR = 0.5  # for another accelerator, or one where there was none
+_CPUS_FACTOR = 0.8  # for twice or half as many CPUs, and again for each further doubling
+_HALF_LIFE_DAYS = 365.0
+"""How much less a run counts: judgement, not measurement. Nothing is dropped: a designer that weights runs by how well
+they predict the new trials soon corrects a wrong guess."""
 
 
-def weight_of(
-    run: LibraryRun, *, versions: Mapping[str, str], hardware: Hardware, at: str, staleness: Staleness | None = None
-) -> float:
+def weight_of(run: LibraryRun, *, versions: Mapping[str, str], hardware: Hardware, at: str) -> float:
     """Return how much a run counts, in (0, 1]; 1 for the same versions and hardware today.
 
     Whatever is unknown on either side (a version, the hardware, `at`) is ignored.
     """
-    rule = staleness or Staleness()
     shared = versions.keys() & run.versions.keys()
     changed = sum(_major_minor(versions[name]) != _major_minor(run.versions[name]) for name in shared)
-    weight = rule.version_factor**changed * _hardware_weight(run.hardware, hardware, rule)
+    weight = _VERSION_FACTOR**changed * _hardware_weight(run.hardware, hardware)
     if at and run.started_at:
         days = (_instant(at) - _instant(run.started_at)).total_seconds() / 86_400.0
-        weight *= 0.5 ** (max(0.0, days) / rule.half_life_days)
+        weight *= 0.5 ** (max(0.0, days) / _HALF_LIFE_DAYS)
     return weight
 
 
-def _hardware_weight(then: Hardware, now: Hardware, rule: Staleness) -> float:
+def _hardware_weight(then: Hardware, now: Hardware) -> float:
     if Hardware() in (then, now):
         return 1.0
-    weight = 1.0 if then.accelerator == now.accelerator else rule.accelerator_factor
+    weight = 1.0 if then.accelerator == now.accelerator else _ACCELERATOR_FACTOR
     low, high = sorted((then.cpus, now.cpus))
     doublings = math.floor(math.log2(high / low)) if low > 0 else 0
-    return float(weight * rule.cpus_factor**doublings)
+    return float(weight * _CPUS_FACTOR**doublings)
 
 
 def _major_minor(version: str) -> tuple[str, ...]:

@@ -2,8 +2,7 @@
 
 A line has `plait_library` (the version of this format that it needs: 1, or 2 if it says what knobs set), `kind` (`run`
 or `trial`) and the fields of `LibraryRun` or `Trial`; a trial names its run. A truncated last line is dropped: its
-writer died. Lines of a later version are kept unchanged (`UnreadableLine`), flagged, and written back by `dump_lines`.
-Any other error is a `LibraryError` with the line number.
+writer died. Any other error is a `LibraryError` with the line number, also that of a line of a later version.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cache
 from importlib import resources
@@ -98,51 +97,30 @@ class TrialRow(_Row):
 _LINE: TypeAdapter[RunRow | TrialRow] = TypeAdapter(Annotated[RunRow | TrialRow, Field(discriminator="kind")])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadableLine:
-    """A line that this version cannot read, kept unchanged, and why."""
-
-    text: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedLines:
-    """The result of loading. `torn`: the last line was truncated and was dropped."""
-
-    runs: tuple[LibraryRun, ...]
-    unreadable: tuple[UnreadableLine, ...] = ()
-    torn: bool = False
-
-
-def dump_lines(runs: Iterable[LibraryRun], unreadable: Iterable[UnreadableLine] = ()) -> Iterator[str]:
-    """Yield the lines of runs (and those kept from a later version), without line ends."""
+def dump_lines(runs: Iterable[LibraryRun]) -> Iterator[str]:
+    """Yield the lines of runs, without line ends."""
     for run in runs:
         yield run_line(run)
         for trial in run.trials:
             yield trial_line(run.run_id, trial)
-    for each in unreadable:
-        yield each.text
 
 
-def load_lines(lines: Iterable[str]) -> LoadedLines:
+def load_lines(lines: Iterable[str]) -> tuple[LibraryRun, ...]:
     """Parse lines, in any order of runs; see the module docstring. Raises `LibraryError` naming the line."""
     runs: dict[str, LibraryRun] = {}
     trials: dict[str, list[Trial]] = {}
-    unreadable: list[UnreadableLine] = []
     texts = [(number, text.strip()) for number, text in enumerate(lines, 1) if text.strip()]
     for position, (number, text) in enumerate(texts):
         try:
             fields = json.loads(text)
         except ValueError as error:
             if position == len(texts) - 1:
-                return _joined(runs, trials, unreadable, torn=True)
+                break
             msg = f"line {number} of the library is no JSON: {error}"
             raise LibraryError(msg) from error
         if _is_later(fields):
-            reason = f"line {number} has format {fields['plait_library']}, this version reads {FORMAT}"
-            unreadable.append(UnreadableLine(text=text, reason=reason))
-            continue
+            later = f"has format {fields['plait_library']}, and this version of plait reads {FORMAT}"
+            raise LibraryError(f"line {number} of the library {later}; update plait")
         row = _row(text, number)
         if isinstance(row, TrialRow):
             if row.run_id not in runs:
@@ -154,7 +132,7 @@ def load_lines(lines: Iterable[str]) -> LoadedLines:
             raise LibraryError(msg)
         else:
             runs[row.run_id], trials[row.run_id] = _run(row), []
-    return _joined(runs, trials, unreadable, torn=False)
+    return tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
 
 
 def run_line(run: LibraryRun) -> str:
@@ -228,17 +206,6 @@ def _trial(row: TrialRow, number: int) -> Trial:
     return Trial(outcome=outcome, **fields)
 
 
-def _joined(
-    runs: Mapping[str, LibraryRun],
-    trials: Mapping[str, list[Trial]],
-    unreadable: Iterable[UnreadableLine],
-    *,
-    torn: bool,
-) -> LoadedLines:
-    whole = tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
-    return LoadedLines(runs=whole, unreadable=tuple(unreadable), torn=torn)
-
-
 @cache
 def starter_runs() -> tuple[LibraryRun, ...]:
     """Return the runs that ship with plait: its image engine and its ranker under eight loads, on a small machine.
@@ -246,4 +213,4 @@ def starter_runs() -> tuple[LibraryRun, ...]:
     Each was measured by `python -m plait_bench.autoconfig.cells WORKLOAD --out FILE`.
     """
     stored = resources.files("plait_autoconfig").joinpath("starter_library.jsonl.gz").read_bytes()
-    return load_lines(gzip.decompress(stored).decode().splitlines()).runs
+    return load_lines(gzip.decompress(stored).decode().splitlines())

@@ -7,7 +7,6 @@ dies loses at most the one that it was adding.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -17,32 +16,21 @@ from pathlib import Path
 
 import optuna
 from optuna.exceptions import OptunaError
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from plait_autoconfig.errors import LibraryError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.optuna_forms import quiet
-from plait_autoconfig.rows import (
-    LoadedLines,
-    UnreadableLine,
-    dump_lines,
-    load_lines,
-    run_from,
-    run_line,
-    trial_from,
-    trial_line,
-)
+from plait_autoconfig.rows import dump_lines, load_lines, run_from, run_line, trial_from, trial_line
 from plait_autoconfig.values import Trial
 
 _PREFIX = "plait:"
-_UNREADABLE = "plait-foreign"
 _DATA = "plait"
 
 
-def read_library(path: str | Path) -> LoadedLines:
+def read_library(path: str | Path) -> tuple[LibraryRun, ...]:
     """Read a JSON-lines file (`rows`). Raises `LibraryError` naming the file and the line."""
     try:
         with Path(path).open(encoding="utf-8", errors="replace") as file:
@@ -52,12 +40,12 @@ def read_library(path: str | Path) -> LoadedLines:
         raise LibraryError(msg) from error
 
 
-def write_library(path: str | Path, runs: Iterable[LibraryRun], unreadable: Iterable[UnreadableLine] = ()) -> None:
+def write_library(path: str | Path, runs: Iterable[LibraryRun]) -> None:
     """Write a JSON-lines file atomically. Raises `LibraryError`."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        partial.write_text("".join(f"{line}\n" for line in dump_lines(runs, unreadable)), encoding="utf-8")
+        partial.write_text("".join(f"{line}\n" for line in dump_lines(runs)), encoding="utf-8")
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -74,37 +62,13 @@ class LibraryStore:
     @classmethod
     def open(cls, location: str | Path) -> LibraryStore:
         """Open the store. `location`: a database URL (`postgresql://...`, `sqlite:///...`), or the path of an SQLite
-        file, into which an Optuna journal of an earlier version is changed first.
-
-        Raises `LibraryError` if the store cannot be opened.
-        """
+        file. Raises `LibraryError` if it cannot be opened."""
         with _translated(str(location)):
             if "://" in str(location):
                 return cls(RDBStorage(str(location)), str(location))
             path = Path(location).absolute()
             path.parent.mkdir(parents=True, exist_ok=True)
-            if _is_journal(path):
-                cls._convert(path)
             return cls(RDBStorage(f"sqlite:///{path}"), str(location))
-
-    @classmethod
-    def _convert(cls, path: Path) -> None:
-        """Replace a journal by an SQLite file with the same runs, or leave it as it is."""
-        try:
-            journal = cls(JournalStorage(JournalFileBackend(str(path))), str(path))
-            runs, unreadable = journal.runs(), journal.unreadable()
-        except (ValueError, LookupError, TypeError, AttributeError) as error:  # Optuna's, of a file that is no journal
-            raise LibraryError(f"it is neither a database nor a journal: {error}") from error
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            converted = cls(RDBStorage(f"sqlite:///{partial}"), str(path))
-            for run in runs:
-                converted.add(run)
-            converted._keep(unreadable)
-            if _is_journal(path):  # else another process was quicker
-                partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def add(self, run: LibraryRun) -> int:
         """Store a run, or those of its trials (by number) that are not stored yet; return how many these were."""
@@ -127,31 +91,9 @@ class LibraryStore:
                         found.append(replace(run_from(study.user_attrs[_DATA]), trials=_trials(study)))
             return tuple(found)
 
-    def unreadable(self) -> tuple[UnreadableLine, ...]:
-        """Return imported lines of a later version, kept for a version that can read them."""
-        with _translated(self._location), quiet():
-            if _UNREADABLE not in optuna.get_all_study_names(self._storage):
-                return ()
-            kept = optuna.load_study(study_name=_UNREADABLE, storage=self._storage).user_attrs
-            return load_lines(kept.values()).unreadable
-
-    def import_file(self, path: str | Path) -> LoadedLines:
-        """Add the contents of a JSON-lines file (twice duplicates nothing) and return them. Raises `LibraryError`."""
-        loaded = read_library(path)
-        for run in loaded.runs:
-            self.add(run)
-        self._keep(loaded.unreadable)
-        return loaded
-
     def export_file(self, path: str | Path) -> None:
         """Write everything to a JSON-lines file. Raises `LibraryError`."""
-        write_library(path, self.runs(), self.unreadable())
-
-    def _keep(self, unreadable: Iterable[UnreadableLine]) -> None:
-        with _translated(self._location), quiet():
-            for each in unreadable:
-                study = optuna.create_study(storage=self._storage, study_name=_UNREADABLE, load_if_exists=True)
-                study.set_user_attr(hashlib.sha256(each.text.encode()).hexdigest(), each.text)
+        write_library(path, self.runs())
 
     def _study(self, run: LibraryRun) -> optuna.Study:
         name = _PREFIX + run.run_id
@@ -163,15 +105,6 @@ class LibraryStore:
         if _DATA not in study.user_attrs:
             study.set_user_attr(_DATA, run_line(run))
         return study
-
-
-def _is_journal(path: Path) -> bool:
-    """Return whether there is a file with something in it that is no SQLite database."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        start = file.read(15)
-    return bool(start) and start != b"SQLite format 3"
 
 
 def _template(run: LibraryRun, trial: Trial) -> optuna.trial.FrozenTrial:

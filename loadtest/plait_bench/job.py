@@ -28,7 +28,7 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
     """The command line's settings. `rounds` None: the benchmark's own number; empty `workloads` or `systems`: all.
-    `at`: the commit that this tree is a copy of, where there is no git. `options`: by name, those of all benchmarks.
+    `at`: the commit that this tree is a copy of, where there is no git. `options`: by name, those that were given.
     """
 
     name: str
@@ -64,7 +64,11 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
 def _prepared(job: BenchJob) -> tuple[Benchmark, RunPlan]:
     module = import_module(f"plait_bench.{job.name}")
     takes = signature(module.benchmark).parameters
-    options = {name: value for name, value in {**job.options, "systems": job.systems}.items() if name in takes}
+    given = {**job.options, "systems": job.systems}
+    # Published data may be named for all of them, by the environment.
+    if ignored := sorted(job.options.keys() - takes - {"data"}):
+        raise BenchError(f"{job.name} takes no {ignored[0]}")
+    options = {name: value for name, value in given.items() if name in takes}
     # The rounds of the tuner's and the placement benchmark are seeds.
     rounds = getattr(module, "QUICK_SEEDS", QUICK_ROUNDS) if job.quick else getattr(module, "SEEDS", ROUNDS)
     plan = RunPlan(

@@ -81,6 +81,7 @@ def run(
     with _errors_as_messages():
         if http2:
             raise ScenarioError("--http2: plait loadtest speaks HTTP/1.1 only")
+        _check_search({name for name, value in asked.items() if value is not None and value is not False})
         chosen = load_scenario(scenario or {}, _overrides(asked, verify_tls=False if insecure else None))
         outputs = Outputs(json=json, raw=raw, html=html, locust=locust, save=save)
         if show_config:
@@ -88,7 +89,6 @@ def run(
             return
         outputs.check()
         if find_capacity:
-            _only_alone(part, start_at, save)
             code = _search(chosen, outputs, confirm=confirm, within_min=within)
         else:
             code = _run(chosen, outputs, _part(part), _instant(start_at))
@@ -181,12 +181,19 @@ def _instant(text: str | None) -> float | None:
         raise ScenarioError(f"--start-at {text!r}: write a date and a time, as 2026-11-24T12:30:00+00:00") from error
 
 
-def _only_alone(*given: object) -> None:
-    """Refuse what tells hosts apart for a capacity search."""
+def _check_search(given: set[str]) -> None:
+    """Refuse flags, by name, that a capacity search, or a run that is none, would ignore."""
     from plait_loadtest.errors import ScenarioError
 
-    if any(value is not None for value in given):
+    if "find_capacity" not in given:
+        if given & {"confirm", "within"}:
+            raise ScenarioError("--confirm and --within belong to --find-capacity")
+    elif given & {"part", "start_at", "save"}:
         raise ScenarioError("--find-capacity runs on one host: leave out --part, --start-at and --save")
+    elif given & {"count", "threshold"}:
+        raise ScenarioError(
+            "--find-capacity decides by the SLO, with runs as long as that takes: leave out --count and --threshold"
+        )
 
 
 def _run(scenario: Scenario, outputs: Outputs, part: HostPart, start_unix_s: float | None) -> int:
@@ -265,16 +272,15 @@ def _exit_code(session: FinishedRun, is_written: bool) -> int:
 
 def _setting(text: str) -> tuple[str, object]:
     """Parse `KEY=VALUE`; the value is YAML, so numbers are numbers and lists are lists."""
-    import yaml
-
+    from plait_loadtest import strict_yaml
     from plait_loadtest.errors import ScenarioError
 
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ScenarioError(f"--set {text!r}: write KEY=VALUE")
     try:
-        return key, yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        return key, strict_yaml.parse(value, "the value")[1]
+    except strict_yaml.NotYaml as error:
         raise ScenarioError(f"--set {text!r}: the value is not YAML") from error
 
 

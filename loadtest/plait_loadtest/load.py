@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import resources
@@ -49,11 +50,11 @@ def load_scenario(source: str | Path | Mapping[str, object], overrides: Mapping[
     folder. Raises `ScenarioError`, one sentence that names the field.
     """
     said, folder, settings = _read(source)
-    _make_paths_absolute(settings, folder)
+    make_paths_absolute(settings, folder)
     _fill_in(settings)
     for key, value in sorted(overrides.items(), key=lambda item: item[0] != "arrivals.kind"):
         _override(settings, key, _plain(value))
-    _make_paths_absolute(settings, Path.cwd())
+    make_paths_absolute(settings, Path.cwd())
     _fit_stages(settings)
     try:
         _check_needs(settings)
@@ -139,14 +140,19 @@ def _with_apis(settings: _Node) -> _Node:
     return settings | {"mix": [{"api": api} | entry if isinstance(entry, dict) else entry for entry in mix]}
 
 
-def _make_paths_absolute(settings: _Node, folder: Path) -> None:
-    """Make paths absolute, so that a scenario means the same files wherever its text is kept."""
+def make_paths_absolute(settings: _Node, folder: Path) -> None:
+    """Make paths absolute, in place, so that a scenario means the same files wherever its text is kept."""
     for holder, key in path_settings(settings):
         value = holder[key]
         if isinstance(value, str):
-            holder[key] = str(folder / Path(value).expanduser())
+            holder[key] = absolute(value, folder)
         elif isinstance(value, list):
-            holder[key] = [str(folder / Path(item).expanduser()) if isinstance(item, str) else item for item in value]
+            holder[key] = [absolute(item, folder) if isinstance(item, str) else item for item in value]
+
+
+def absolute(path: str, folder: Path) -> str:
+    """Return a path that starts from `folder`, or from a home folder (`~`)."""
+    return str(folder / os.path.expanduser(path))  # noqa: PTH111 - Path's own fails for a user who is not there
 
 
 def path_settings(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

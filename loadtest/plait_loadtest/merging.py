@@ -6,6 +6,7 @@ Every host draws the same plan and sends every n-th request of it, so the parts 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from plait_loadtest.compare import differences
 from plait_loadtest.errors import ReportError
 from plait_loadtest.failures import joined
+from plait_loadtest.load import path_settings
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, finished
 from plait_loadtest.thresholds import parse_all
@@ -22,7 +24,8 @@ MAX_GAP_S = 1.0
 """Between the hosts' starts; beyond it the load was not the one that the scenario describes."""
 
 _OWN = ("name", "processes", "thresholds")
-"""Settings in which hosts may differ, beside `target.url`, headers, and how much each has open at once."""
+"""Settings in which hosts may differ, beside where the target is and whom to trust, headers, where files lie, and how
+much each has open at once."""
 
 
 def merged(parts: Sequence[FinishedRun], *, thresholds: Sequence[str] = ()) -> FinishedRun:
@@ -55,7 +58,12 @@ def _check(parts: Sequence[FinishedRun]) -> None:
 def _load(scenario: Scenario) -> dict[str, Any]:
     """Return what all hosts must have in common."""
     settings = scenario.model_dump(mode="json", exclude=set(_OWN))
-    del settings["target"]["url"], settings["limits"]["connections"], settings["limits"]["in_flight"]
+    for name in ("url", "ca", "verify_tls"):
+        del settings["target"][name]
+    del settings["limits"]["connections"], settings["limits"]["in_flight"]
+    for holder, key in path_settings(settings):
+        given = holder[key] if isinstance(holder[key], list) else [holder[key] or ""]
+        holder[key] = [Path(each).name for each in given]
     for holder in (settings["target"], *settings["mix"]):
         holder["headers"] = sorted(holder["headers"])
     return settings

@@ -40,3 +40,5 @@ def parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
         raise NotYaml(source, "is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
         raise NotYaml(source, str(error)) from error
+    except (LookupError, AttributeError) as error:  # PyYAML's own, e.g. of `!!bool x`
+        raise NotYaml(source, "a value is not what its tag says") from error

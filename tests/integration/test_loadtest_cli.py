@@ -115,7 +115,7 @@ def test_header_values_stay_out_of_reports(url, tmp_path):
         ("run", "--header", "nothing"), ("run", "--raw", "rows.parquet"), ("run", "--json", "no/such/folder/a.json"),
         ("run", "--find-capacity"), ("run", "--rate", "fast"), ("compare", "a.json"),
         ("run", "--part", "0/2"), ("run", "--part", "3/2"), ("run", "--part", "half"), ("run", "--save", "part.json"),
-        ("run", "--start-at", "soon"), ("run", "--find-capacity", "--slo-ms", 9, "--part", "1/2"),
+        ("run", "--start-at", "soon"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_exit_2_and_one_sentence(arguments, tmp_path, monkeypatch):

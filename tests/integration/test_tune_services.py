@@ -244,7 +244,7 @@ def test_a_hook_changes_what_runs_and_sets_the_reference_in_the_end(folder: Path
 def test_who_did_not_get_his_own_configuration_back_is_told_and_gets_it_from_the_next_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job is finished and has its answer all the same."""
+    """The job is finished and has its answer and its report all the same."""
     target = {"apply": [sys.executable], "url": "http://127.0.0.1:9", "reserves": {"cores": "slots"}}
     path, out = written(folder, target=target), folder / "out"
     out.mkdir()
@@ -254,8 +254,10 @@ def test_who_did_not_get_his_own_configuration_back_is_told_and_gets_it_from_the
     assert "what was tuned has not got its own configuration back: RuntimeError" in capsys.readouterr().err
     assert open_state(out)[0].phase == "finished"
     assert root.main(["tune", "best", str(out)]) == 0
+    assert "has not got its own configuration back" in (out / "report.html").read_text()
     (out / "stuck").unlink()
     assert root.main(run) == 0
+    assert "has not got its own configuration back" not in (out / "report.html").read_text()
     assert (out / "measured.log").read_text().endswith("restore\nrestore\nclose\n")
     assert root.main(run) == 0  # and nothing is started any more
     assert (out / "measured.log").read_text().count("close") == 2

@@ -35,12 +35,11 @@ RUN = st.builds(
 def test_lines_hold_every_library(runs, cut):
     """Whatever the texts and numbers are, reading gives what was written; torn, it gives the lines before."""
     text = "".join(f"{line}\n" for line in dump_lines(runs))
-    loaded = load_lines(text.splitlines())
-    assert loaded.runs == tuple(runs)
+    assert load_lines(text.splitlines()) == tuple(runs)
     torn = text[:-cut]
     whole = load_lines(torn.splitlines())
-    count = sum(1 + len(run.trials) for run in whole.runs)
+    count = sum(1 + len(run.trials) for run in whole)
     assert count == torn.count("\n") + (torn.rpartition("\n")[2] in text.splitlines())
-    for before, after in zip(runs, whole.runs, strict=False):
+    for before, after in zip(runs, whole, strict=False):
         assert before.run_id == after.run_id
         assert before.trials[: len(after.trials)] == after.trials

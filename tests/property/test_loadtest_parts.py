@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_loadtest.errors import ScenarioError
+from plait_loadtest.errors import ReportError, ScenarioError
 from plait_loadtest.merging import merged
 from plait_loadtest.report import parts
 from plait_loadtest.report.document import document
@@ -151,8 +152,6 @@ def test_a_part_comes_back_from_its_file(tmp_path_factory, run):
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_what_are_not_all_parts_is_refused(hosts):
     """A part that is missing, one that is there twice, one of another division or scenario; each is named."""
-    from plait_loadtest.errors import ReportError
-
     records = made.records(np.arange(6) / 2.0, 10.0)
     pieces = [session(records[rank::hosts], HostPart(rank=rank, hosts=hosts)) for rank in range(hosts)]
     other = replace(pieces[0], scenario=SCENARIO.model_copy(update={"seed": 7}))
@@ -165,6 +164,21 @@ def test_what_are_not_all_parts_is_refused(hosts):
     ):
         with pytest.raises(ReportError, match=says):
             merged(given_)
+
+
+def test_hosts_may_keep_their_files_elsewhere():
+    """In another home folder; a file of another name is another load."""
+    records = made.records(np.arange(6) / 2.0, 10.0)
+
+    def part(rank, folder, name="prompts.txt"):
+        mix = (ImageClass(name="a", prompts_file=f"{folder}/{name}"), SCENARIO.mix[1])
+        target = SCENARIO.target.model_copy(update={"ca": Path(folder, f"{rank}.pem")})
+        scenario = SCENARIO.model_copy(update={"mix": mix, "target": target})
+        return replace(session(records[rank::2], HostPart(rank=rank, hosts=2)), scenario=scenario)
+
+    assert merged([part(0, "/home/a"), part(1, "/home/b")]).summary.total.requests == 6
+    with pytest.raises(ReportError, match="is of another scenario: mix"):
+        merged([part(0, "/home/a"), part(1, "/home/a", "other.txt")])
 
 
 def test_hosts_that_started_apart_make_an_invalid_run():

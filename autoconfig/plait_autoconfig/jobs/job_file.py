@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from plait_autoconfig.jobs.past_runs import measured_candidates
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_loadtest import strict_yaml
 from plait_loadtest.errors import LoadtestError
-from plait_loadtest.load import builtin_names, load_scenario
+from plait_loadtest.load import absolute, builtin_names, load_scenario, make_paths_absolute
 
 _Location = tuple[int | str, ...]
 
@@ -81,16 +82,16 @@ def _absolute(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(target, Mapping):
         named = {key: target[key] for key in ("config", "file", "folder") if isinstance(target.get(key), str)}
         named |= {"folder": "."} if {"command", "apply"} & target.keys() and "folder" not in named else {}
-        found = {key: str(folder / Path(each).expanduser()) for key, each in named.items()}
-        changed["target"] = {**target, **found}
+        changed["target"] = {**target, **{key: absolute(each, folder) for key, each in named.items()}}
     if isinstance(library, str) and "://" not in library:
-        changed["library"] = str(folder / Path(library).expanduser())
+        changed["library"] = absolute(library, folder)
     if isinstance(scenarios, list):
-        names = builtin_names()
-        changed["scenarios"] = [
-            str(folder / Path(each).expanduser()) if isinstance(each, str) and each not in names else each
-            for each in scenarios
-        ]
+        changed["scenarios"] = deepcopy(scenarios)
+        for at, each in enumerate(changed["scenarios"]):
+            if isinstance(each, dict):
+                make_paths_absolute(each, folder)
+            elif isinstance(each, str) and each not in builtin_names():
+                changed["scenarios"][at] = absolute(each, folder)
     return changed
 
 

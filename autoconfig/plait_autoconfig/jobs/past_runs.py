@@ -26,14 +26,10 @@ def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRu
     starter = usable_runs([_in_terms_of(run, spec) for run in shipped], spec.space, spec.goal)
     if spec.library is None:
         return starter, ()
-    runs, unreadable = _library(spec.library)
     own = run_id_of(spec, records)
-    others = tuple(_in_terms_of(run, spec) for run in runs if run.run_id != own)
+    others = tuple(_in_terms_of(run, spec) for run in _library(spec.library) if run.run_id != own)
     usable = [usable_for(run, spec.space, spec.goal) for run in others]
-    said = [f"library: {each}" for each in usable if each.unusable]
-    if unreadable:
-        said.append(f"library: {unreadable} entries are of a later version of plait and are not used")
-    return (*others, *starter), tuple(said)
+    return (*others, *starter), tuple(f"library: {each}" for each in usable if each.unusable)
 
 
 def measured_candidates(spec: JobSpec) -> tuple[dict[str, Value], ...]:
@@ -41,7 +37,7 @@ def measured_candidates(spec: JobSpec) -> tuple[dict[str, Value], ...]:
     assert spec.library is not None
     found: dict[Hashable, dict[str, Value]] = {}
     reasons: Counter[str] = Counter()
-    for run in _library(spec.library)[0]:
+    for run in _library(spec.library):
         for trial in _in_terms_of(run, spec).trials:
             try:
                 config = spec.space.check(trial.config)
@@ -56,13 +52,12 @@ def measured_candidates(spec: JobSpec) -> tuple[dict[str, Value], ...]:
     return tuple(found.values())
 
 
-def _library(location: str) -> tuple[tuple[LibraryRun, ...], int]:
-    """Return the runs, and how many entries cannot be read. Raises `JobRefused`."""
+def _library(location: str) -> tuple[LibraryRun, ...]:
+    """Return the runs. Raises `JobRefused`."""
     from plait_autoconfig.store import LibraryStore
 
     try:
-        store = LibraryStore.open(location)
-        return store.runs(), len(store.unreadable())
+        return LibraryStore.open(location).runs()
     except LibraryError as error:
         raise JobRefused(str(error)) from error
 

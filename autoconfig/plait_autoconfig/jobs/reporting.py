@@ -43,6 +43,7 @@ def state_of(
     used_s = used_seconds(records, now_s=now_s)
     outlook = outlook_of(spec, records, used_s=used_s, exhausted=facts.exhausted)
     phase, reason = _phase(spec, records, outlook, facts, is_alone=workers == ())
+    unsaid = (facts.failure,) if facts.failure not in {"", reason} else ()  # an over job may have failed at its end
     trials = [
         *trials_of(record for record in records if record.kind in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
     ]
@@ -60,7 +61,7 @@ def state_of(
         binding=_binding(spec, records, trials),
         remaining=_remaining(spec, records, used_s),
         drift=_drift(records),
-        warnings=(*facts.warnings, *drift_warnings(records, spec.goal.metrics, spec.reference)),
+        warnings=(*unsaid, *facts.warnings, *drift_warnings(records, spec.goal.metrics, spec.reference)),
         workers=workers or (),
         cells=len(cells),
         exhaustive=spec.space.exhaustive,

@@ -30,7 +30,7 @@ from plait_autoconfig.jobs.presence import Presence
 from plait_autoconfig.jobs.records import Claim, JobFacts, Record
 from plait_autoconfig.jobs.spec import JobSpec, changed_settings
 
-_FILE, _EARLIER = "job.sqlite", "resolved.json"
+_FILE = "job.sqlite"
 _BUSY_S = 30.0  # transactions take milliseconds, on a slow disk under load more
 
 _SCHEMA = (
@@ -72,7 +72,9 @@ class JobStore:
             folder.mkdir(parents=True, exist_ok=True)
             _check_locks(folder)
         with _transaction(folder, mode="rwc") as db:
-            before = _job(db, folder)
+            for statement in _SCHEMA:
+                db.execute(statement)
+            before = _job(db)
             changed = () if before is None else changed_settings(before, spec)
             if changed and any(record.status != "lost" for record in _records(db)):
                 msg = f"{folder} holds a job with other {', '.join(changed)}; choose another folder or name"
@@ -83,7 +85,8 @@ class JobStore:
                 forget_study(before.storage, before, folder)  # its directions and parameters were the old job's
             if changed or before is None:
                 db.execute("DELETE FROM measurement")
-                _write_job(db, spec, JobFacts())
+                content = (spec.model_dump_json(), _FACTS.dump_json(JobFacts()).decode())
+                db.execute("INSERT OR REPLACE INTO job VALUES (1, ?, ?)", content)
             else:
                 db.execute("UPDATE job SET spec = ?", (spec.model_dump_json(),))
             (folder / "job.yaml").write_text(text or spec.model_dump_json(indent=2), encoding="utf-8")
@@ -98,9 +101,8 @@ class JobStore:
     def open(cls, folder: Path) -> Self:
         """Open the job in a folder. Raises `JobRefused` if there is none, `JobBroken` if it cannot be read."""
         if holds_job(folder):
-            path = folder / _FILE
-            with _transaction(folder, mode="rw" if path.exists() and path.stat().st_size else "rwc") as db:
-                spec = _job(db, folder)
+            with _transaction(folder) as db:
+                spec = _job(db)
             if spec is not None:
                 return cls(folder, spec)
         msg = f"there is no job in {folder}"
@@ -197,8 +199,8 @@ class JobStore:
 
 
 def holds_job(folder: Path) -> bool:
-    """Return whether there is a job in the folder, also of an earlier version."""
-    return any((folder / name).is_file() for name in (_FILE, _EARLIER))
+    """Return whether there is a job in the folder."""
+    return (folder / _FILE).is_file()
 
 
 # ---- SQL -------------------------------------------------------------------------------------------------------------
@@ -214,25 +216,12 @@ def _transaction(folder: Path, *, write: bool = False, mode: str = "rw") -> Iter
         db.execute("COMMIT")
 
 
-def _job(db: sqlite3.Connection, folder: Path) -> JobSpec | None:
-    """Return the job in the file, which is made first of what an earlier version left in the folder, if need be."""
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'trials'").fetchone() is None:
-        for statement in _SCHEMA:
-            db.execute(statement)
-        if (folder / _EARLIER).is_file():
-            from plait_autoconfig.jobs.studies import earlier_job
-
-            spec, facts, records = earlier_job(folder)
-            _write_job(db, spec, facts)
-            for record in records:
-                _write(db, record)
+def _job(db: sqlite3.Connection) -> JobSpec | None:
+    """Return the job in the file; None in one whose maker was killed before it wrote anything."""
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'job'").fetchone() is None:
+        return None
     row = db.execute("SELECT spec FROM job").fetchone()
     return None if row is None else JobSpec.model_validate_json(row[0])
-
-
-def _write_job(db: sqlite3.Connection, spec: JobSpec, facts: JobFacts) -> None:
-    content = (spec.model_dump_json(), _FACTS.dump_json(facts).decode())
-    db.execute("INSERT OR REPLACE INTO job VALUES (1, ?, ?)", content)
 
 
 def _facts(db: sqlite3.Connection) -> JobFacts:

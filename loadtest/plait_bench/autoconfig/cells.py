@@ -123,7 +123,7 @@ def measure(workload: CellWorkload, path: Path, *, times: int, say: Say) -> None
 def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
     """Return the run that the file holds, or start a new one."""
     if path.is_file():
-        return load_lines(path.read_text(encoding="utf-8").splitlines()).runs[0]
+        return load_lines(path.read_text(encoding="utf-8").splitlines())[0]
     facts = host_facts()
     memory_bytes = int(float(facts["ram_gib"]) * 2**30)
     run = LibraryRun(

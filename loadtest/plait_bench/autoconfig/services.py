@@ -134,14 +134,13 @@ class Service:
         factors = np.exp(self.noise * rng.standard_normal(len(truth.metrics)))
         return TrialOutcome(metrics={name: v * f for (name, v), f in zip(truth.metrics.items(), factors, strict=True)})
 
-    def as_run(self, cells: Sequence[int] | None = None) -> LibraryRun:
-        """Return what a library would hold for this service: all cells once, or some."""
-        configs: Sequence[Config] = self.space.cells()
-        some = range(len(configs)) if cells is None else cells
+    def as_run(self) -> LibraryRun:
+        """Return what a library would hold for this service: all cells once."""
+        cells = enumerate(zip(self.space.cells(), self.truth, strict=True))
         return LibraryRun(
             run_id=self.context.service,
             service=self.context.service,
-            trials=tuple(Trial(number=n, config=configs[at], outcome=self.truth[at]) for n, at in enumerate(some)),
+            trials=tuple(Trial(number=n, config=config, outcome=outcome) for n, (config, outcome) in cells),
             workload=self.context.workload,
             hardware=self.context.hardware,
         )
@@ -224,7 +223,7 @@ def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
     runs: list[LibraryRun] = []
     for path in paths:
         try:
-            runs += load_lines(path.read_text(encoding="utf-8").splitlines()).runs
+            runs += load_lines(path.read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError, TunerError) as error:
             raise BenchError(f"{path} is no library of trials: {error}") from error
     return runs

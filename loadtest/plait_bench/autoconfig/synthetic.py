@@ -151,7 +151,7 @@ def _remembered(service: Service, rng: np.random.Generator, glitches: float) -> 
             if shown.failure is None and rng.random() < glitches:
                 shown = TrialOutcome(metrics={name: _GLITCH * value for name, value in shown.metrics.items()})
             trials.append(Trial(number=len(trials), config=configs[at], outcome=shown, repeat=repeat))
-    return replace(service.as_run(()), trials=tuple(trials))
+    return replace(service.as_run(), trials=tuple(trials))
 
 
 def _upside_down(service: Service) -> Service:

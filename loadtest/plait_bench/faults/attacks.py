@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import cycle, product, repeat
 from urllib.parse import urlsplit
 
@@ -124,11 +125,7 @@ async def decode(attacker: Attacker) -> None:
     """Images that take half a minute to decode, eight of two kinds at once, whose clients leave after 5 s."""
     files = (repeated_scans(), text_chunks())
     asks = [ask for file in files for ask in [_edit(file)] * _FILES]
-    await attacker.volleys([_leaving(attacker, ask) for ask in asks], every_s=_VOLLEY_S)
-
-
-def _leaving(attacker: Attacker, ask: Ask) -> Callable[[], Awaitable[None]]:
-    return lambda: attacker.send(ask, leave_after_s=_LEAVE_S)
+    await attacker.volleys([partial(attacker.send, ask, leave_after_s=_LEAVE_S) for ask in asks], every_s=_VOLLEY_S)
 
 
 def _edit(file: bytes) -> Ask:

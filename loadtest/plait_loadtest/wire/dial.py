@@ -31,17 +31,16 @@ _PATH_SAFE = "/?&=%:@!$'()*+,;~-._[]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A parsed URL. `authority` is the Host header; `prefix` is the URL's path, prepended to every request's path."""
+    """A parsed URL. `authority` is the Host header."""
 
     host: str
     port: int
     uses_tls: bool
     authority: str
-    prefix: str
 
 
 def place_of(url: str) -> Place:
-    """Parse `http[s]://host[:port][/prefix]`. Raises `ScenarioError`."""
+    """Parse `http[s]://host[:port]`. Raises `ScenarioError`."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -54,7 +53,6 @@ def place_of(url: str) -> Place:
         port=port or (443 if parts.scheme == "https" else 80),
         uses_tls=parts.scheme == "https",
         authority=parts.netloc,
-        prefix=parts.path.rstrip("/"),
     )
 
 
@@ -79,8 +77,7 @@ class RequestWriter:
         fields = {**host, **{name.lower(): value for name, value in prepared.headers}, **self._headers}
         if prepared.body or prepared.method in _WITH_BODY:
             fields["content-length"] = str(len(prepared.body))
-        path = self._place.prefix + prepared.path
-        lines = [f"{prepared.method} {quote(path, safe=_PATH_SAFE)} HTTP/1.1"]
+        lines = [f"{prepared.method} {quote(prepared.path, safe=_PATH_SAFE)} HTTP/1.1"]
         for name, value in fields.items():
             if "\n" in value or "\r" in value or "\n" in name or "\r" in name:
                 raise ScenarioError(f"the header {name!r} holds a line end")

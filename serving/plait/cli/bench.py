@@ -30,15 +30,20 @@ def bench(
     record: Annotated[bool, typer.Option("--record", help="put the rows into the results file")] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
     models: Annotated[Path | None, typer.Option(help="images, models: the folder of the models")] = None,
-    size: Annotated[str, typer.Option(help="images: the models, starter, sd15, sdxl or sd35m")] = "starter",
+    size: Annotated[
+        str | None, typer.Option(help="images: the models, starter (if left out), sd15, sdxl or sd35m")
+    ] = None,
     edge: Annotated[
         int | None,
         typer.Option(help="images: pixels of an image of real size, 256, 512 or 1024; the size's own if left out"),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="images: float32, bfloat16, float16, or auto: each that the CPU has")
-    ] = "auto",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="images: where the systems run")] = "cpu",
+        str | None,
+        typer.Option(help="images: float32, bfloat16, float16, or auto (if left out): each that the CPU has"),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="images: where the systems run; cpu if left out")
+    ] = None,
     at: Annotated[str, typer.Option(help="the commit that this tree is a copy of, where there is no git")] = "",
     workload: Annotated[list[str] | None, typer.Option(help="only this workload; may be repeated")] = None,
     system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
@@ -58,13 +63,12 @@ def bench(
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
+    options = {
+        "models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data, "tables": table,
+    }  # fmt: skip
     job = BenchJob(
         name=name, rounds=rounds, quick=quick, at=at, workloads=tuple(workload or ()), systems=tuple(system or ()),
-        record=record, results=results,
-        options={
-            "models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data,
-            "tables": tuple(table or ()),
-        },
+        record=record, results=results, options={key: value for key, value in options.items() if value is not None},
     )  # fmt: skip
     # Servers that a benchmark started must not outlive it, however it is asked to end, in the background of a script
     # too, where SIGINT is ignored.

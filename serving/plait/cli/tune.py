@@ -87,10 +87,12 @@ def best_command(
     from plait.tuning.job.applying import exported
     from plait.tuning.job.local_run import open_state
 
+    if form is not None and as_json:
+        raise typer.BadParameter("--as has a form of its own", param_hint="--json")
     state, _ = open_state(job)
     config = _best(state)
     if config is None:
-        print(state.binding or "nothing was measured yet", file=sys.stderr)
+        print(_choices(state) or state.binding or "nothing was measured yet", file=sys.stderr)
         raise typer.Exit(EXIT_NONE)
     knobs = state.spec.settings(config)
     answer = state.recommendation
@@ -118,12 +120,15 @@ def apply_command(
     from plait.tuning.job.local_run import open_state
     from plait_autoconfig.jobs.spec import TuningTarget
 
+    if port is not None and config is not None:
+        raise typer.BadParameter("either a plait.yaml or the server on a port, one at a time", param_hint="--port")
     state, _ = open_state(job)
     chosen = state.recommendation.config if state.recommendation is not None else None
     if chosen is None and unconfirmed:
         chosen = _best(state)
     if chosen is None:
-        raise PlaitError(f"the job recommends nothing (yet): {state.binding or state.reason or state.phase}")
+        why = _choices(state) or state.binding or state.reason or state.phase
+        raise PlaitError(f"the job recommends nothing (yet): {why}")
     knobs, target = state.spec.settings(chosen), state.spec.target
     if not isinstance(target, TuningTarget):
         raise PlaitError("the job tunes a service of yours: `plait tune best --as` prints what to give to it")
@@ -166,6 +171,12 @@ def _best(state: JobState) -> Any:
     if state.recommendation is not None:
         return state.recommendation.config
     return None if state.best is None else state.best.config
+
+
+def _choices(state: JobState) -> str:
+    """Return that a job with several goals leaves the choice to people; empty for others."""
+    found = state.answers or state.front
+    return f"of {len(found)} configurations each is best in some goal; plait tune report shows them" if found else ""
 
 
 def _answer(state: JobState) -> str:

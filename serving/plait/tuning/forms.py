@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from plait.errors import PlaitError
 from plait.tuning.yaml_edit import set_at, with_settings
 from plait_autoconfig.values import Value
@@ -34,15 +36,16 @@ def as_environment(settings: Mapping[str, Value]) -> dict[str, str]:
 
 def as_file(path: Path, settings: Mapping[str, Value]) -> str:
     """Return the text of a YAML or JSON file with the values at the paths that the names are, `server.threads`; an
-    entry of a list goes by its position or its `name`. Comments of YAML stay. Raises `PlaitError`."""
+    entry of a list goes by its position or its `name`. Comments of YAML stay. Raises `PlaitError`, also for a section
+    that the file does not have: a misspelt one would be added, and nothing would be tuned."""
     paths: dict[tuple[str, ...], Any] = {tuple(name.split(".")): value for name, value in settings.items()}
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
-            return with_settings(text, paths)
+            return with_settings(text, paths, makes_sections=False)
         data = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise PlaitError(f"{path}: {error}") from error
-    for place, value in paths.items():
-        set_at(data, place, value)
+        for place, value in paths.items():
+            set_at(data, place, value, makes_sections=False)
+    except (OSError, ValueError, YAMLError, PlaitError) as error:
+        raise PlaitError(f"{path}: {' '.join(str(error).split())}") from error
     return json.dumps(data, indent=2) + "\n"

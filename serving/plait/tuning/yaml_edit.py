@@ -14,17 +14,18 @@ from typing import Any
 import yaml
 
 from plait.errors import PlaitError
+from plait_serving.spelling import hint
 
 KeyPath = tuple[str, ...]
 
 
-def with_settings(text: str, settings: Mapping[KeyPath, Any]) -> str:
-    """Return the text with these settings, by path. Raises `PlaitError` if the text cannot be edited."""
+def with_settings(text: str, settings: Mapping[KeyPath, Any], *, makes_sections: bool = True) -> str:
+    """Return the text with these settings, by path. Raises `PlaitError` if it cannot be edited, and as `set_at`."""
     wanted = _unshared(yaml.safe_load(text) or {})
     try:
         for path, value in settings.items():
             text = _with_one(text, path, value)
-            set_at(wanted, path, value)
+            set_at(wanted, path, value, makes_sections=makes_sections)
         same = yaml.safe_load(text) == wanted
     except yaml.YAMLError:
         same = False
@@ -126,14 +127,18 @@ def _end_of(text: str) -> str:
     return text if not text or text.endswith("\n") else text + "\n"
 
 
-def set_at(data: Any, path: KeyPath, value: Any) -> None:
-    """Set a value of nested mappings and lists; mappings are made on the way. Raises `PlaitError` for an entry of a
-    list that is not there."""
+def set_at(data: Any, path: KeyPath, value: Any, *, makes_sections: bool = True) -> None:
+    """Set a value of nested mappings and lists; mappings are made on the way, or only where there is nothing below a
+    key (`makes_sections` false). Raises `PlaitError` for an entry of a list, or a section, that is not there."""
     *way, last = path
-    for key in way:
+    for depth, key in enumerate(way, 1):
         where = _place(data, key, path)
         there = data[where] if isinstance(data, list) else data.get(where)
         if not isinstance(there, dict | list):
+            is_empty = there is None and (isinstance(data, list) or where in data)
+            if not (makes_sections or is_empty):
+                names = [] if isinstance(data, list) else [name for name in data if isinstance(name, str)]
+                raise PlaitError(f"{'.'.join(path)}: there is no section {'.'.join(path[:depth])}{hint(key, names)}")
             there = data[where] = {}
         data = there
     data[_place(data, last, path)] = value
@@ -142,6 +147,8 @@ def set_at(data: Any, path: KeyPath, value: Any) -> None:
 def _place(data: dict[str, Any] | list[Any], key: str, path: KeyPath) -> Any:
     if isinstance(data, dict):
         return key
+    if not isinstance(data, list):
+        raise PlaitError(f"{'.'.join(path)}: the file holds neither a mapping nor a list")
     at = _position([each.get("name") if isinstance(each, dict) else None for each in data], key)
     if at is None:
         raise _no_entry(path)

@@ -54,6 +54,7 @@ def test_rows_become_trials(tmp_path: Path):
         (CSV, "service: x\nknobs: {a: b}\n", "metrics: Field required"),
         (CSV, MAP + "sets: {dtyp: engine.dtype}\n", "units and sets: dtyp is no knob; they are max_num_seqs, dtype"),
         (CSV, MAP + "cake: 1\n", "cake: Extra inputs"),
+        (CSV, MAP + "units: {dtype: 2026-99-99}\n", r"map.yaml: the map: month must be in 1..12"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, text: str, mapped: str, said: str):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
-from plait_autoconfig.library import Staleness, usable_for, usable_runs, weight_of
+from plait_autoconfig.library import usable_for, usable_runs, weight_of
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Hardware
@@ -85,12 +85,6 @@ def test_only_runs_with_a_measurement_teach():
 def test_stale_and_foreign_runs_count_less(changes, weight):
     """Other minor versions, another accelerator, other CPU counts and age each cost a factor; unknown ones do not."""
     assert weight_of(run_of(**changes), **NOW) == pytest.approx(weight)
-
-
-def test_the_rule_of_staleness_can_be_set():
-    """The factors are arguments."""
-    rule = Staleness(accelerator_factor=0.1)
-    assert weight_of(run_of(hardware=replace(LAB, accelerator="T4")), **NOW, staleness=rule) == pytest.approx(0.1)
 
 
 def test_choices_keep_their_kind():

@@ -90,15 +90,17 @@ def test_wrong_spaces_are_named(knobs, constraints, said):
 
 
 def test_names_as_people_write_them():
-    """Hyphens and dots in names; in a constraint they belong to the knob that has that name, and to no subtraction."""
+    """Hyphens and dots in names; in a constraint they belong to the knob that has that name, and to no subtraction. So
+    do words of Python's own."""
     knobs = (
         IntKnob(name="max-num-seqs", low=1, high=4), IntKnob(name="max", low=1, high=4),
-        ChoiceKnob(name="kv.dtype", values=("fp-8", "max-num-seqs")),
+        ChoiceKnob(name="kv.dtype", values=("fp-8", "max-num-seqs")), IntKnob(name="lambda", low=1, high=4),
     )  # fmt: skip
-    space = Space(knobs, ("max-num-seqs * 2 <= 4", "max - 1 <= 2", "kv.dtype != 'max-num-seqs'"))
-    assert len(space.cells()) == 2 * 3
+    asked = ("max-num-seqs * 2 <= 4", "max - 1 <= 2", "kv.dtype != 'max-num-seqs'", "lambda in (1, 2) and max >= 1")
+    space = Space(knobs, asked)
+    assert len(space.cells()) == 2 * 3 * 2
     with pytest.raises(OutsideSpace, match="max-num-seqs = 3"):
-        space.check({"max-num-seqs": 3, "max": 1, "kv.dtype": "fp-8"})
+        space.check({"max-num-seqs": 3, "max": 1, "kv.dtype": "fp-8", "lambda": 1})
     with pytest.raises(SpaceError, match="names num, which is no knob"):
         Space(knobs, ("num <= 2",))
 

@@ -1,17 +1,16 @@
-"""The library on disk: database and JSON lines; what breaks off, what is newer or earlier, and what is wrong."""
+"""The library on disk: database and JSON lines; what breaks off, what is newer, and what is wrong."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from plait_autoconfig.errors import LibraryError
-from plait_autoconfig.rows import UnreadableLine, dump_lines, load_lines
+from plait_autoconfig.rows import dump_lines, load_lines
 from plait_autoconfig.store import LibraryStore, read_library, write_library
 from plait_autoconfig.values import FailureKind
 from support.autoconfig import failed, measured, run_of
@@ -29,9 +28,8 @@ NEWER = '{"plait_library":3,"kind":"trial","shape":"unheard of"}'
 def test_lines_hold_everything():
     """What is written is read back equal, value by value and kind by kind."""
     loaded = load_lines(dump_lines([RUN, OTHER]))
-    assert loaded.runs == (RUN, OTHER)
-    assert (loaded.unreadable, loaded.torn) == ((), False)
-    kinds = {name: type(value) for name, value in loaded.runs[0].trials[0].config.items()}
+    assert loaded == (RUN, OTHER)
+    kinds = {name: type(value) for name, value in loaded[0].trials[0].config.items()}
     assert kinds == {"cpu": int, "batch": int, "fused": bool, "gpu": str, "share": float}
 
 
@@ -43,17 +41,13 @@ def test_a_file_that_breaks_off_loses_its_last_line_only(tmp_path: Path):
     last = content[:-1].rfind(b"\n") + 1
     for end in (last + 1, last + 40, len(content) - 2):
         path.write_bytes(content[:end])
-        loaded = read_library(path)
-        assert loaded.torn
-        assert loaded.runs[0].trials == TRIALS[:2]
+        assert read_library(path)[0].trials == TRIALS[:2]
 
 
-def test_lines_of_a_later_version_are_kept():
-    """They are marked, and written back as they were."""
-    loaded = load_lines([*dump_lines([OTHER]), NEWER])
-    assert loaded.runs == (OTHER,)
-    assert loaded.unreadable == (UnreadableLine(text=NEWER, reason="line 3 has format 3, this version reads 2"),)
-    assert load_lines(dump_lines(loaded.runs, loaded.unreadable)).unreadable == loaded.unreadable
+def test_a_line_of_a_later_version_is_told_as_such():
+    """Whoever reads it has to update; without it the file would say something else."""
+    with pytest.raises(LibraryError, match=r"line 3 of the library has format 3, .* reads 2; update plait"):
+        load_lines([*dump_lines([OTHER]), NEWER])
 
 
 @pytest.mark.parametrize(
@@ -97,9 +91,9 @@ def test_garbage_in_the_middle_is_an_error(tmp_path: Path):
         read_library(tmp_path / "none.jsonl")
 
 
-@pytest.mark.parametrize("location", ["library.journal", "sqlite:///{folder}/library.db"])
+@pytest.mark.parametrize("location", ["library.log", "sqlite:///{folder}/library.db"])
 def test_runs_come_back_from_a_store(tmp_path: Path, location: str):
-    """A journal file and a database keep runs and trials; nothing is stored twice, new trials are added."""
+    """A file and a database keep runs and trials; nothing is stored twice, new trials are added."""
     place = location.format(folder=tmp_path) if "://" in location else str(tmp_path / "deep" / location)
     store = LibraryStore.open(place)
     assert store.runs() == ()
@@ -108,50 +102,6 @@ def test_runs_come_back_from_a_store(tmp_path: Path, location: str):
     assert store.add(RUN) == 0
     store.add(OTHER)
     assert LibraryStore.open(place).runs() == (RUN, OTHER)
-
-
-def earlier(folder: Path) -> Path:
-    """A copy of a library that plait 0.1 kept in Optuna's journal: RUN, OTHER and a line of a later version."""
-    return Path(shutil.copy(Path(__file__).parent / "earlier_library.journal", folder / "past.log"))
-
-
-def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
-    """Under its own name, and with what that version could not read; from then on it is a database."""
-    path = earlier(tmp_path)
-    store = LibraryStore.open(path)
-    assert store.runs() == (RUN, OTHER)
-    assert [each.text for each in store.unreadable()] == [NEWER]
-    assert store.add(run_of(*TRIALS, run_id="run-3")) == 3
-    assert len(LibraryStore.open(path).runs()) == 3
-    assert path.read_bytes().startswith(b"SQLite format 3")
-    assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
-
-
-def test_a_journal_that_cannot_be_converted_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A full disk: every later job would leave another half file on it."""
-    path = earlier(tmp_path)
-    before = path.read_bytes()
-
-    def full(*_: object) -> int:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(LibraryStore, "add", full)
-    with pytest.raises(LibraryError, match="no space left"):
-        LibraryStore.open(path)
-    assert path.read_bytes() == before
-    assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
-
-
-def test_a_torn_journal_loses_one_trial_and_goes_on(tmp_path: Path):
-    """What a process that died while writing left in the journal can be read and added to."""
-    path = earlier(tmp_path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    at = next(i for i in reversed(range(len(lines))) if b'"op_code":4' in lines[i] and b"run-1" in lines[i])
-    path.write_bytes(b"".join(lines[: at + 1])[:-9])
-    store = LibraryStore.open(path)
-    assert store.runs()[0].trials == TRIALS[:2]
-    assert store.add(RUN) == 1
-    assert LibraryStore.open(path).runs() == (RUN,)
 
 
 def test_what_is_no_library_stays_as_it_is(tmp_path: Path):
@@ -186,15 +136,13 @@ def test_a_process_that_is_killed_while_it_adds_loses_no_run(tmp_path: Path):
     assert LibraryStore.open(path).add(RUN) == 3
 
 
-def test_import_and_export(tmp_path: Path):
-    """A file goes through a store unharmed, lines of a later version included; importing it twice changes nothing."""
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(f"{line}\n" for line in [*dump_lines([RUN, OTHER]), NEWER]))
-    store = LibraryStore.open(tmp_path / "library.journal")
-    for _ in range(2):
-        assert len(store.import_file(path).unreadable) == 1
+def test_what_is_exported_can_be_read(tmp_path: Path):
+    """And no half file is left beside it."""
+    store = LibraryStore.open(tmp_path / "library.log")
+    for run in (RUN, OTHER):
+        store.add(run)
     store.export_file(tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text() == path.read_text()
+    assert read_library(tmp_path / "out.jsonl") == (RUN, OTHER)
     assert [file.name for file in tmp_path.glob("*.part")] == []
 
 
@@ -204,11 +152,11 @@ def test_a_store_that_can_not_be_opened_is_named(tmp_path: Path):
         LibraryStore.open("nosuch://me:secret@host/db")
     assert "secret" not in str(caught.value)
     (tmp_path / "file").write_text("")
-    with pytest.raises(LibraryError, match=r"file/library.journal cannot be used"):
-        LibraryStore.open(tmp_path / "file" / "library.journal")
-    (tmp_path / "garbage.journal").write_text("no journal\nat all\n")
-    with pytest.raises(LibraryError, match=r"garbage.journal cannot be used"):
-        LibraryStore.open(tmp_path / "garbage.journal").runs()
+    with pytest.raises(LibraryError, match=r"file/library.log cannot be used"):
+        LibraryStore.open(tmp_path / "file" / "library.log")
+    (tmp_path / "garbage.log").write_text("no library\nat all\n")
+    with pytest.raises(LibraryError, match=r"garbage.log cannot be used"):
+        LibraryStore.open(tmp_path / "garbage.log").runs()
 
 
 def test_a_file_that_can_not_be_written_is_named(tmp_path: Path):

@@ -79,11 +79,18 @@ def test_options_reach_the_job(measured, capsys, tmp_path):
     assert code == 0
     assert "plait/diffusers" in stdout
     assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (None, ("same16",), False)
-    assert [measured[0].options[name] for name in ("size", "edge", "dtype")] == ["starter", None, "auto"]
+    assert measured[0].options == {"models": tmp_path}
     run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
     assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
     run(capsys, "images", "--size", "sd15", "--edge", "512", "--dtype", "float32")
-    assert [measured[2].options[name] for name in ("size", "edge", "dtype")] == ["sd15", 512, "float32"]
+    assert measured[2].options == {"size": "sd15", "edge": 512, "dtype": "float32"}
+
+
+def test_an_option_of_another_benchmark_is_refused(monkeypatch, capsys):
+    """Not ignored; what the environment names for all of them is no option of one."""
+    monkeypatch.setenv("PLAIT_BENCH_DATA", "/nowhere")
+    code, stdout, stderr = run(capsys, "fabric", "--size", "sd15")
+    assert (code, stdout, stderr) == (1, "", "plait bench: fabric takes no size\n")
 
 
 def test_an_unknown_benchmark_is_wrong_usage(capsys):

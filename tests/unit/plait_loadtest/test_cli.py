@@ -79,6 +79,23 @@ def test_http2_is_refused_in_one_sentence():
     assert (done.exit_code, done.stderr) == (2, "plait loadtest: --http2: plait loadtest speaks HTTP/1.1 only\n")
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--within", 0), "belong to --find-capacity"),
+        (("--confirm",), "belong to --find-capacity"),
+        (("--find-capacity", "--count", 10), "leave out --count and --threshold"),
+        (("--find-capacity", "--threshold", "p99_ms < 9"), "leave out --count and --threshold"),
+        (("--find-capacity", "--part", "1/2"), "leave out --part, --start-at and --save"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(flags, says):
+    """A threshold that decides nothing is worse than none."""
+    done = loadtest("smoke", "--slo-ms", 50, *flags)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert says in done.stderr
+
+
 @pytest.mark.parametrize("extra", [(), ("--find-capacity", "--slo-ms", 50)])
 def test_a_url_that_refuses_fails_at_once(extra):
     """Nobody listens, or nobody knows the name: one sentence, exit code 1, and no run of that duration."""

@@ -171,6 +171,7 @@ RAW = {"target": {"api": "raw"}}
         ({}, {"mix.0.size": "big"}, "^mix.0.size: 'big' is not WIDTHxHEIGHT$"),
         ({}, {"mix.0.prompts": []}, "^mix.0.prompts: is empty$"),
         ({}, {"mix.0.prompts_file": "/nowhere"}, "^mix.0.prompts_file: there is no file /nowhere$"),
+        ({}, {"mix.0.prompts_file": "~nobody-here/x"}, "^mix.0.prompts_file: there is no file /.*/~nobody-here/x$"),
         ({}, {"mix.0.extra": {"prompt": "x"}}, "^mix.0.extra: prompt is written by the generator itself$"),
         ({}, {"mix.0.loras.count": {1: 1}}, "^mix.0.loras.names: 0 are too few for the 1 that a request may carry$"),
         ({}, {"mix.0.loras": {"count": 2, "popularity": {"a": 1, "b": 0}}}, "loras.names: 1 are too few for the 2"),
@@ -226,6 +227,7 @@ def test_a_body_and_a_body_file_exclude_each_other(tmp_path):
         ("\x00", "unacceptable character"),
         ("[" * 1500, "is nested too deeply"),
         ("name: 2024-99-99", "month must be in 1..12"),
+        ("name: !!bool maybe", "a value is not what its tag says"),
         ("? [a, {b: 1}]\n: 1\n", "line 1: found unhashable key"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.errors import PlaitError, told
+from plait.errors import PlaitError, read, told
 from plait_autoconfig.errors import LibraryError, TunerError
 
 if TYPE_CHECKING:
@@ -114,14 +114,18 @@ def job_command(
 
     from plait_autoconfig.drafting import draft_job
     from plait_autoconfig.jobs.job_file import parse_job
+    from plait_loadtest import strict_yaml
+    from plait_loadtest.load import builtin_names
 
     if library.suffix.lower() == ".csv":
         source, library = library, library.with_suffix(".log")
         import_command(source, library, map_)
     run = _run(library, run_id)
     where = os.path.relpath(library, out.parent)
-    whose = {"app": _app_of(run)} if target is None else yaml.safe_load(target.read_text(encoding="utf-8"))
-    settings = draft_job(run, target=whose, scenario=scenario, library=where, only_measured=only_measured)
+    load = scenario if scenario in builtin_names() else os.path.relpath(scenario, out.parent)
+    with told(strict_yaml.NotYaml):
+        whose = {"app": _app_of(run)} if target is None else strict_yaml.parse(read(target), str(target))[1]
+    settings = draft_job(run, target=whose, scenario=load, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
     try:
@@ -150,7 +154,7 @@ def _add_all(source: Path, *, into: Path) -> None:
     """Add the runs of a library, or of its exported lines, and say how many trials were new."""
     from plait_autoconfig.store import read_library
 
-    runs = read_library(source).runs if source.suffix == ".jsonl" else _existing(source).runs()
+    runs = read_library(source) if source.suffix == ".jsonl" else _existing(source).runs()
     store = _store(into)
     added = sum(map(store.add, runs))
     typer.echo(f"{len(runs)} runs, {added} trials added to {into}")

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -55,15 +55,14 @@ def run(
         recover_all(state_root(os.environ), say=lambda line: print(line, file=stream, flush=True))
         began_s, before = time.monotonic(), read_state(store)
         state = before
-        if before.phase != "finished" or store.facts().failure:  # else there is nothing to start a clone for
-            own = {"live": live, "commands": True, **(arguments or {})}
-            source = MeasurerSource(factory=measurer) if measurer else MeasurerSource(factory=FACTORY, arguments=own)
-            with shown(stream, lambda: read_state(store)) as show, _stopped_by_signal() as stop:
-                state = run_job(store, source, on_event=show, stop=stop)
-            print(
-                time_breakdown(before.remaining, state.remaining, time.monotonic() - began_s), file=stream, flush=True
-            )
-        write_report(store, store.folder / "report.html")
+        with reported(store):
+            if before.phase != "finished" or store.facts().failure:  # else there is nothing to start a clone for
+                own = {"live": live, "commands": True, **(arguments or {})}
+                source = MeasurerSource(factory=measurer or FACTORY, arguments={} if measurer else own)
+                with shown(stream, lambda: read_state(store)) as show, _stopped_by_signal() as stop:
+                    state = run_job(store, source, on_event=show, stop=stop)
+                taken = time_breakdown(before.remaining, state.remaining, time.monotonic() - began_s)
+                print(taken, file=stream, flush=True)
         return state, store.folder
 
 
@@ -72,6 +71,21 @@ def open_state(job: Path) -> tuple[JobState, JobStore]:
     with errors_as_messages():
         store = JobStore.open(_folder_of(job))
         return read_state(store), store
+
+
+@contextmanager
+def reported(store: JobStore) -> Iterator[None]:
+    """Write `report.html` into the job's folder once the block has worked on the job, also where that failed after
+    something was measured. Raises `PlaitError`, or what the block raises."""
+    path = store.folder / "report.html"
+    try:
+        yield
+    except TunerError:
+        with suppress(PlaitError):  # what failed first is told
+            if store.records():
+                write_report(store, path)
+        raise
+    write_report(store, path)
 
 
 def write_report(store: JobStore, path: Path) -> None:

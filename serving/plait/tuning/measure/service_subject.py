@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,7 +23,7 @@ from plait.tuning.forms import as_argv, as_environment, as_file
 from plait.tuning.measure.application import Applied, NotReady, RefusedStart
 from plait.tuning.measure.checks import METRICS, check_metrics, scenarios_of
 from plait.tuning.measure.cost import ReservedResources, known_costs
-from plait.tuning.measure.quality import QUALITY_DRIFT
+from plait.tuning.measure.quality import DIRECTLY, QUALITY_DRIFT
 from plait_autoconfig.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.runner import last_lines
 from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget
@@ -36,7 +35,6 @@ _STOP_S = 10.0
 """How long a service may take to end after SIGTERM."""
 
 _MAIN, _CHILD = "the service", "a process of it"
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServiceSubject:
@@ -168,8 +166,9 @@ class ServiceSubject:
         if shutil.which(str(Path(self._target.folder, program)) if "/" in program else program) is None:
             field = "command" if self._target.command else "apply"
             raise JobRefused(f"target.{field}: there is no program {program!r}")
+        first = {name: knob.value_at(0) for name, knob in self._spec.space.by_name.items()}
         try:
-            self._handed_over(self._spec.default)
+            self._handed_over({**first, **self._spec.default})  # those that are inactive in the reference, too
         except PlaitError as error:
             raise JobRefused(f"target: {error}") from error
 
@@ -251,7 +250,7 @@ class ServiceSubject:
             return ""
         url = self._filled(self._target.ready)
         try:
-            _DIRECTLY.open(url, timeout=_ANSWER_S).close()
+            DIRECTLY.open(url, timeout=_ANSWER_S).close()
         except urllib.error.HTTPError as error:
             with error:
                 return f"{url} answers {error.code}"

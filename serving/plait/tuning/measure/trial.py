@@ -23,7 +23,7 @@ from plait_autoconfig.trial_load import surely_loses
 from plait_autoconfig.values import TrialOutcome
 from plait_loadtest.mix.images import DEFAULT_PATH
 from plait_loadtest.report.outputs import Outputs
-from plait_loadtest.scenario import Scenario
+from plait_loadtest.scenario import ImageClass, MixClass, RawClass, Scenario
 from plait_loadtest.session import FinishedRun, at_rate
 from plait_loadtest.values import RunProgress, StopWhen
 
@@ -212,10 +212,22 @@ def _samples(loads: Sequence[LoadResult]) -> Samples:
 
 def with_address(scenario: Scenario, url: str, prefix: str) -> Scenario:
     """Return the scenario aimed at this address. `prefix`: the path below which the application is served, or empty."""
+
+    def below(item: MixClass) -> MixClass:
+        match item:
+            case ImageClass(edits=edits):
+                own: dict[str, object] = {"edits": edits.model_copy(update={"path": prefix + edits.path})}
+            case RawClass(path=str(path)):
+                own = {"path": prefix + path}
+            case _:
+                own = {}
+        return item.model_copy(update=own)
+
     target = scenario.target
     default = {"images": DEFAULT_PATH, "infer": f"/v2/models/{target.model}/infer", "raw": "/"}[target.api]
     path = prefix + (target.path or default) if prefix else target.path
-    return scenario.model_copy(update={"target": target.model_copy(update={"url": url, "path": path})})
+    target = target.model_copy(update={"url": url, "path": path})
+    return scenario.model_copy(update={"target": target, "mix": tuple(map(below, scenario.mix))})
 
 
 def worst_metrics(of: Sequence[Mapping[str, float]]) -> dict[str, float]:

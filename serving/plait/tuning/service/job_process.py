@@ -72,7 +72,7 @@ class JobProcess:
 def main(arguments: list[str]) -> int:
     """Run with the arguments `FOLDER FACTORY ARGUMENTS`: where the job is, and what measures it (`MeasurerSource`)."""
     from plait.server.state import state_root
-    from plait.tuning.job.local_run import write_report
+    from plait.tuning.job.local_run import reported
     from plait.tuning.job.recover import recover_all
     from plait_autoconfig.errors import TunerError
     from plait_autoconfig.jobs.loop import run_job
@@ -84,11 +84,11 @@ def main(arguments: list[str]) -> int:
     store = JobStore.open(folder)
     source = MeasurerSource(factory=arguments[1], arguments=json.loads(arguments[2]))
     try:
-        run_job(store, source, on_event=partial(write_progress, folder), stop=stop)
+        with reported(store):
+            run_job(store, source, on_event=partial(write_progress, folder), stop=stop)
     except TunerError as error:
         _say(str(error))
         return 1
-    write_report(store, folder / "report.html")
     return 0
 
 

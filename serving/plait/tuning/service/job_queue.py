@@ -31,6 +31,7 @@ from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.spec import JobSpec, TuningTarget
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
+from plait_loadtest.strict_yaml import NotYaml
 
 MAX_WAITING = 20
 MAX_DEATHS = 3
@@ -231,7 +232,7 @@ class TuningJobQueue:
         try:
             check_untrusted(text)
             spec = parse_job(text, folder=self._settings.folder)
-        except (yaml.YAMLError, JobRefused) as error:
+        except (yaml.YAMLError, NotYaml, JobRefused) as error:
             raise InvalidJob(" ".join(str(error).split())[:1000].removeprefix("the job: ")) from error
         if spec.target.live and not self._settings.live:
             raise InvalidJob("target.live: this server does not allow it (tuning.live)", "target.live")

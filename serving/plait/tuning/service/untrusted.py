@@ -10,6 +10,7 @@ import yaml
 
 from plait.tuning.service.errors import InvalidJob
 from plait_autoconfig.jobs.spec import ServiceTarget
+from plait_loadtest import strict_yaml
 from plait_loadtest.load import builtin_names, path_settings
 
 _OPENING = (
@@ -29,9 +30,9 @@ _LEFT_OUT: tuple[tuple[str, Any], ...] = (("images", None), ("recommend", None),
 
 
 def check_untrusted(text: str) -> None:
-    """Check an untrusted job. Raises `InvalidJob`, or `yaml.YAMLError` for what is not YAML."""
+    """Check an untrusted job. Raises `InvalidJob`, or `yaml.YAMLError` or `NotYaml` for what is not YAML."""
     _check_tokens(text)
-    _check_paths(yaml.safe_load(text))
+    _check_paths(strict_yaml.parse(text, "the job")[1])
 
 
 def _check_tokens(text: str) -> None:

@@ -14,6 +14,8 @@ from fakes.tuned_app import job_text, write_job
 from plait.cli import main as root
 from plait.tuning.job import local_run as work
 from support.server import REPOSITORY
+from support.tune_jobs import job as spec_of
+from support.tune_jobs import run_directly
 
 CONFIG = """\
 images:
@@ -113,6 +115,22 @@ def test_cli_tune_report_and_compare(done: Path, tmp_path: Path, capsys: pytest.
     assert root.main(["tune", "compare", str(done), str(done), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["jobs"]) == 2
     assert root.main(["tune", "compare", str(done)]) == 2
+
+
+def test_cli_tune_leaves_a_choice_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several goals have no one best configuration, which is not to say that nothing was measured."""
+    state = run_directly(tmp_path, spec_of(objective="max goodput_per_s, min cost"))
+    said = f"of {len(state.answers)} configurations each is best in some goal"
+    assert root.main(["tune", "best", str(tmp_path)]) == 99
+    assert said in capsys.readouterr().err
+    assert root.main(["tune", "apply", str(tmp_path), "plait.yaml"]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("best", "--as", "argv", "--json"), ("apply", "plait.yaml", "--port", "8000")])
+def test_cli_tune_refuses_two_answers_to_one_question(words: tuple[str, ...], tmp_path: Path) -> None:
+    """One of them would be ignored."""
+    assert root.main(["tune", words[0], str(tmp_path), *words[1:]]) == 2
 
 
 @pytest.mark.usefixtures("fake_factory")

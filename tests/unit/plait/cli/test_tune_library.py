@@ -83,6 +83,9 @@ def test_a_library_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert plait("job", "past.log", "--scenario", "picks", "--out", "all.yaml") == 1
     assert "all.yaml is there already" in capsys.readouterr().err
+    (measured / "target.yaml").write_text("{command: [node,\n")
+    assert plait("job", "past.log", "--scenario", "picks", "--target", "target.yaml", "--out", "theirs.yaml") == 1
+    assert "target.yaml, line 2: " in capsys.readouterr().err
 
 
 def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,16 +94,16 @@ def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.
     rows = ["plain,1,,10", "plain,4,,12", "packed,1,3,11", "packed,4,9,15", "packed,4,9,16"]
     (measured / "other.csv").write_text("\n8,".join(["mib,mode,batch,level,rps", *rows]))
     (measured / "other.yaml").write_text(
-        "service: my service\nknobs: {level: level, mode: mode, batch: batch, cache: mib}\n"
-        "metrics: {goodput_per_s: rps}\n"
+        "service: _größe\nknobs: {level: level, mode: mode, batch: batch, cache: mib}\nmetrics: {goodput_per_s: rps}\n"
     )
     (measured / "target.yaml").write_text("{command: ['true'], ready: 'http://127.0.0.1:{port}/'}\n")
     (measured / "load.yaml").write_text(
         "{target: {api: raw}, arrivals: {kind: poisson, rate_per_s: 20}, duration_s: 10, slo: {latency_ms: 50}}\n"
     )
-    words = ["--map", "other.yaml", "--target", "target.yaml", "--scenario", "load.yaml", "--out", "mine.yaml"]
+    (measured / "jobs").mkdir()
+    words = ["--map", "other.yaml", "--target", "target.yaml", "--scenario", "load.yaml", "--out", "jobs/mine.yaml"]
     assert plait("job", "other.csv", *words) == 0, capsys.readouterr().err
-    spec = parse_job((measured / "mine.yaml").read_text(), folder=measured)
+    spec = parse_job((measured / "jobs" / "mine.yaml").read_text(), folder=measured / "jobs")
     assert spec.knobs["level"].when == {"mode": ("packed",)}
     assert spec.default == {"mode": "packed", "batch": 4, "cache": 8, "level": 9}
     assert str(spec.goal) == "max goodput_per_s"
@@ -108,7 +111,7 @@ def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.
     measurer = PlaitMeasurer(
         folder=measured, root=measured / "state", compose=lambda _: (), may_be_live=False, may_run_commands=True
     )
-    assert measurer.check(spec).service == "my-service"
+    assert measurer.check(spec).service == "gr--e"
     measurer.close()
     runs, said = past_runs(spec, ())
     assert (next(len(run.trials) for run in runs), said) == (5, ())

@@ -91,15 +91,33 @@ def test_values_take_the_form_of_arguments_variables_and_files(tmp_path: Path) -
     with pytest.raises(PlaitError, match="a-b: no variable"):
         as_environment({"a-b": 1})
     path = tmp_path / "a.yaml"
-    path.write_text("a:\n- name: x\n  b: 1   # one\n- {name: y}\n")
+    path.write_text("a:\n- name: x\n  b: 1   # one\n  c:\n- {name: y}\n")
     (as_json := tmp_path / "a.json").write_text(json.dumps(yaml.safe_load(path.read_text())))
     after = as_file(path, {"a.x.b": 2, "a.x.c.d": 3, "a.1.b": 4})
     assert yaml.safe_load(after) == {"a": [{"name": "x", "b": 2, "c": {"d": 3}}, {"name": "y", "b": 4}]}
     assert "# one" in after
     assert json.loads(as_file(as_json, {"a.x.b": 2, "a.x.c.d": 3, "a.1.b": 4})) == yaml.safe_load(after)
     for each in (path, as_json):
-        with pytest.raises(PlaitError, match=r"a\.z\.b: the list has no such entry"):
+        with pytest.raises(PlaitError, match=rf"{each}: a\.z\.b: the list has no such entry"):
             as_file(each, {"a.z.b": 1})
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ('{"pools": {"main": {}}}', "pools.mian.size", r"there is no section pools\.mian; did you mean main\?"),
+        ('{"pools": {"main": {}}}', "pool.main.size", r"there is no section pool; did you mean pools\?"),
+        ('{"pools": {"main": 3}}', "pools.main.size", r"there is no section pools\.main"),
+        ("5", "pools", "neither a mapping nor a list"),
+        ('{"pools":', "pools", "(while parsing|Expecting)"),
+    ],
+)
+def test_a_file_that_a_knob_does_not_fit_is_named(tmp_path: Path, suffix: str, text: str, name: str, said: str) -> None:
+    """A section that is not there is misspelt: added, it would change nothing of the service."""
+    (path := tmp_path / f"service{suffix}").write_text(text)
+    with pytest.raises(PlaitError, match=f"^{path}: .*{said}"):
+        as_file(path, {name: 1})
 
 
 def test_an_answer_for_plait_is_a_plait_yaml_a_serve_yaml_and_arguments(
@@ -139,6 +157,16 @@ def test_only_the_command_lines_own_jobs_run_commands(tmp_path: Path) -> None:
         ({}, {"limits": ["quality_drift <= 1"]}, "there is no metric quality_drift"),
         ({"knobs": "file", "file": "none.yaml", "command": ["true", "{file}"]}, {}, "No such file"),
         ({"knobs": "env"}, {"knobs": {"a-b": {"kind": "int", "low": 1, "high": 2}}}, "a-b: no variable"),
+        (
+            {"knobs": "env"},
+            {
+                "knobs": {
+                    "a": {"kind": "int", "low": 1, "high": 2},
+                    "b-c": {"kind": "float", "low": 1.0, "high": 2.0, "when": {"a": [2]}},
+                }
+            },
+            "b-c: no variable",
+        ),
         (
             {"command": [], "apply": ["true"], "url": "http://x"},
             {"limits": ["memory_gib <= 4"]},

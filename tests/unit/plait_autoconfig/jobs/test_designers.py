@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from plait_autoconfig.errors import Exhausted, JobRefused
@@ -13,7 +11,7 @@ from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.rows import run_line, starter_runs
+from plait_autoconfig.rows import starter_runs
 from plait_autoconfig.store import LibraryStore
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from support.tune_jobs import job, record, run_directly
@@ -171,16 +169,6 @@ def test_a_library_of_another_space_is_told_and_not_used(tmp_path):
     assert "old (old): 0 of 1 trials can be used" in warning
     assert "replicas is 9, but must be a whole number from 1 to 4" in warning
     assert "the best of them had goodput_per_cost 3, and none is left" in warning
-
-
-def test_lines_of_a_later_version_are_kept_and_told(tmp_path):
-    """They were imported for a day when somebody can read them; this job cannot."""
-    store = LibraryStore.open(tmp_path / "past.journal")
-    later = json.loads(run_line(LibraryRun(run_id="new", service="new", trials=()))) | {"plait_library": 99}
-    (tmp_path / "later.jsonl").write_text(json.dumps(later) + "\n")
-    store.import_file(tmp_path / "later.jsonl")
-    state = run_directly(tmp_path / "job", job(library=str(tmp_path / "past.journal")))
-    assert state.warnings == ("library: 1 entries are of a later version of plait and are not used",)
 
 
 def test_a_library_that_can_not_be_read_is_refused_before_anything_is_measured(tmp_path):

@@ -48,6 +48,10 @@ def test_paths_start_from_the_folder_of_the_file(tmp_path):
     assert spec.target.config == str(tmp_path / "plait.yaml")
     assert spec.library == str(tmp_path / "past.journal")
     assert job_of({**JOB, "library": "sqlite:///x"}, folder=tmp_path).library == "sqlite:///x"
+    (tmp_path / "body.json").write_text("{}")
+    inline = {"target": {"api": "raw"}, "mix": [{"method": "POST", "body_file": "body.json"}]}
+    (scenario,) = job_of({**JOB, "scenarios": [inline]}, folder=tmp_path).scenarios
+    assert scenario["mix"][0]["body_file"] == str(tmp_path / "body.json")
 
 
 @pytest.mark.parametrize(

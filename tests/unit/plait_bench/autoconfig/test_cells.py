@@ -43,7 +43,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path):
     assert rest[:2] == first[-2:]
     assert sorted(rest[2:]) == [(batch, 1) for batch in range(1, 7)]
     assert [batch for batch, _ in rest[2:]] != [batch for batch, _ in first]
-    (run,) = load_lines(path.read_text().splitlines()).runs
+    (run,) = load_lines(path.read_text().splitlines())
     assert (run.run_id, run.service, run.goals) == ("toy", "toys", ("max goodput_per_cost",))
     assert [trial.number for trial in run.trials] == list(range(12))
     assert run.versions.keys() == {"plait", "torch", "diffusers"}

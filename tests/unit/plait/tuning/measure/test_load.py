@@ -152,8 +152,11 @@ def test_a_look_and_the_rest_are_one_load(url: str) -> None:
 
 
 def test_a_scenario_is_aimed_at_the_application(url: str) -> None:
-    """At its address, and below its path if it has one."""
+    """At its address, and below its path if it has one, also where a class of requests has a path of its own."""
     assert with_address(small("http://h:1"), url, "").target.url == url
-    assert with_address(small("http://h:1"), url, "/trial").target.path == "/trial/v1/images/generations"
+    images = with_address(small("http://h:1"), url, "/trial")
+    assert (images.target.path, images.mix[0].edits.path) == ("/trial/v1/images/generations", "/trial/v1/images/edits")
+    raw = load_scenario({"target": {"api": "raw"}, "mix": [{"path": "/x"}, {"name": "own"}]}, {})
+    assert [each.path for each in with_address(raw, url, "/trial").mix] == ["/trial/x", None]
     infer = load_scenario("picks", {})
     assert with_address(infer, url, "/trial").target.path == "/trial/v2/models/picks/infer"

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -83,8 +84,13 @@ def scores(offset: float, *, binary: bool = False) -> Answer:
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_scores_drift_by_their_largest_difference(server: Server, tmp_path: Path, binary: bool):
-    """The default's first answers count; the same scores again are no drift, in whatever form they come."""
+def test_scores_drift_by_their_largest_difference(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, binary: bool
+):
+    """The default's first answers count; the same scores again are no drift, in whatever form they come. No proxy is
+    asked, as for the load."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # what it knows of proxies
     server.answer = scores(0.0)
     assert quality_drift([ranking(server)], tmp_path, is_default=True) == 0.0
     server.answer = scores(0.25, binary=binary)

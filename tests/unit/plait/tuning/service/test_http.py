@@ -236,6 +236,7 @@ def test_an_unknown_job_is_not_found(client, job_id):
     ("text", "says"),
     [
         ("name: [", "line 1"),
+        ("name: 2026-99-99", "month must be in 1..12"),
         ("", "a job is a mapping"),
         ("[" * 5000, "nested more than"),
         (job_text(knobs={}), "knobs"),
