@@ -30,7 +30,7 @@ from plait_autoconfig.jobs.presence import Presence
 from plait_autoconfig.jobs.records import Claim, JobFacts, Record
 from plait_autoconfig.jobs.spec import JobSpec, changed_settings
 
-_FILE = "job.sqlite"
+_FILE, _EARLIER = "job.sqlite", "resolved.json"
 _BUSY_S = 30.0  # transactions take milliseconds, on a slow disk under load more
 
 _SCHEMA = (
@@ -72,9 +72,7 @@ class JobStore:
             folder.mkdir(parents=True, exist_ok=True)
             _check_locks(folder)
         with _transaction(folder, mode="rwc") as db:
-            for statement in _SCHEMA:
-                db.execute(statement)
-            before = _job(db)
+            before = _job(db, folder)
             changed = () if before is None else changed_settings(before, spec)
             if changed and any(record.status != "lost" for record in _records(db)):
                 msg = f"{folder} holds a job with other {', '.join(changed)}; choose another folder or name"
@@ -85,8 +83,7 @@ class JobStore:
                 forget_study(before.storage, before, folder)  # its directions and parameters were the old job's
             if changed or before is None:
                 db.execute("DELETE FROM measurement")
-                content = (spec.model_dump_json(), _FACTS.dump_json(JobFacts()).decode())
-                db.execute("INSERT OR REPLACE INTO job VALUES (1, ?, ?)", content)
+                _write_job(db, spec, JobFacts())
             else:
                 db.execute("UPDATE job SET spec = ?", (spec.model_dump_json(),))
             (folder / "job.yaml").write_text(text or spec.model_dump_json(indent=2), encoding="utf-8")
@@ -101,8 +98,9 @@ class JobStore:
     def open(cls, folder: Path) -> Self:
         """Open the job in a folder. Raises `JobRefused` if there is none, `JobBroken` if it cannot be read."""
         if holds_job(folder):
-            with _transaction(folder) as db:
-                spec = _job(db)
+            path = folder / _FILE
+            with _transaction(folder, mode="rw" if path.exists() and path.stat().st_size else "rwc") as db:
+                spec = _job(db, folder)
             if spec is not None:
                 return cls(folder, spec)
         msg = f"there is no job in {folder}"
@@ -199,8 +197,8 @@ class JobStore:
 
 
 def holds_job(folder: Path) -> bool:
-    """Return whether there is a job in the folder."""
-    return (folder / _FILE).is_file()
+    """Return whether there is a job in the folder, also of an earlier version."""
+    return any((folder / name).is_file() for name in (_FILE, _EARLIER))
 
 
 # ---- SQL -------------------------------------------------------------------------------------------------------------
@@ -216,12 +214,25 @@ def _transaction(folder: Path, *, write: bool = False, mode: str = "rw") -> Iter
         db.execute("COMMIT")
 
 
-def _job(db: sqlite3.Connection) -> JobSpec | None:
-    """Return the job in the file; None in one whose maker was killed before it wrote anything."""
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'job'").fetchone() is None:
-        return None
+def _job(db: sqlite3.Connection, folder: Path) -> JobSpec | None:
+    """Return the job in the file, which is made first of what an earlier version left in the folder, if need be."""
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'trials'").fetchone() is None:
+        for statement in _SCHEMA:
+            db.execute(statement)
+        if (folder / _EARLIER).is_file():
+            from plait_autoconfig.jobs.studies import earlier_job
+
+            spec, facts, records = earlier_job(folder)
+            _write_job(db, spec, facts)
+            for record in records:
+                _write(db, record)
     row = db.execute("SELECT spec FROM job").fetchone()
     return None if row is None else JobSpec.model_validate_json(row[0])
+
+
+def _write_job(db: sqlite3.Connection, spec: JobSpec, facts: JobFacts) -> None:
+    content = (spec.model_dump_json(), _FACTS.dump_json(facts).decode())
+    db.execute("INSERT OR REPLACE INTO job VALUES (1, ?, ?)", content)
 
 
 def _facts(db: sqlite3.Connection) -> JobFacts:

@@ -1,4 +1,4 @@
-"""The file of a job: claims, workers that are gone or killed, and what may change."""
+"""The file of a job: claims, workers that are gone or killed, earlier versions, and what may change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import optuna
 import pytest
@@ -22,12 +24,13 @@ from plait_autoconfig.jobs.loop import MAX_LOST, exclusive_lock, run_job
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.records import Claim
-from plait_autoconfig.jobs.reporting import read_state
+from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import DirectRunner, fake_source, job, run_directly
 
 CELL = {"replicas": 2, "batch": 4}
+EARLIER = Path(__file__).parent / "earlier"
 
 
 def claim(store, *, worker="gone", config=CELL, kind=MeasurementKind.TRIAL, nonce="n"):
@@ -63,6 +66,41 @@ def test_a_measurement_that_was_declared_lost_can_not_end_any_more(tmp_path):
     assert store.end(replace(record, lost="gone"))
     assert not store.end(ended(record, goodput_per_cost=5.0))
     assert store.records()[0].status == "lost"
+
+
+def earlier(folder, name):
+    """A copy of a job's folder as plait 0.1 left it before it had `job.sqlite`."""
+    return Path(shutil.copytree(EARLIER / name, folder / name))
+
+
+@pytest.mark.parametrize("name", ["finished", "stopped"])
+def test_a_job_of_an_earlier_version_is_shown_as_that_version_showed_it(tmp_path, name):
+    """Every measurement, the answer with its intervals, the reason; the journal's torn last line is lost, and no other,
+    and what ran when its worker ended is told as lost. From then on the file holds the job."""
+    folder = earlier(tmp_path, name)
+    shown = json.loads((folder / "state.json").read_text())
+    now_s = 1790000010.0
+    assert json.loads(json.dumps(state_to_json(read_state(JobStore.open(folder), now_s=now_s)))) == shown
+    (folder / "study.journal").unlink()
+    assert json.loads(json.dumps(state_to_json(read_state(JobStore.open(folder), now_s=now_s)))) == shown
+
+
+def test_a_job_of_an_earlier_version_goes_on(tmp_path):
+    """What was measured is not measured again, what was running when its worker died is lost, and the job ends."""
+    folder = earlier(tmp_path, "stopped")
+    state = run_directly(folder, job(limits=["p99_ms <= 140"]))
+    shown = json.loads((folder / "state.json").read_text())
+    assert json.loads(json.dumps(state_to_json(state)))["rows"][:4] == shown["rows"][:4]
+    assert [row.status for row in state.rows[:5]] == ["finished"] * 4 + ["lost"]
+    assert sum(row.kind is MeasurementKind.TRIAL and row.status == "finished" for row in state.rows) == 6
+    assert (state.phase, state.warnings[0][:10]) == ("finished", "library: 2")
+
+
+def test_an_earlier_job_with_another_goal_is_not_mixed_into(tmp_path):
+    """It is refused as one of this version is."""
+    folder = earlier(tmp_path, "stopped")
+    with pytest.raises(JobRefused, match="holds a job with other objective, limits"):
+        JobStore.open_or_create(folder, job(objective="min cost"))
 
 
 def test_a_writer_that_is_killed_leaves_nothing_of_what_it_began(tmp_path):
@@ -243,14 +281,29 @@ def test_a_database_that_is_not_to_be_had_is_one_sentence(tmp_path, storage):
         JobStore.open_or_create(tmp_path, job(storage=storage))
 
 
-def test_a_damaged_folder_is_told_by_its_file(tmp_path):
+@pytest.mark.parametrize("line", [b"null", b"{}", b"\xff\xfe\x00", b"[1]"])
+def test_a_damaged_journal_is_told_by_its_folder(tmp_path, line):
+    """Not by a traceback."""
+    folder = earlier(tmp_path, "finished")
+    with (folder / "study.journal").open("ab") as file:
+        file.write(line + b"\n" + line + b"\n")
+    with pytest.raises(JobBroken, match="cannot be read or written"):
+        JobStore.open(folder)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"name": 3}'])
+def test_a_damaged_folder_is_told_by_its_file(tmp_path, content):
     """One sentence that names the file, whoever opens the folder."""
     JobStore.open_or_create(tmp_path, job())
-    (tmp_path / "job.sqlite").write_bytes(100 * b"{")
+    (tmp_path / "job.sqlite").write_bytes(100 * content)
     with pytest.raises(JobBroken, match=f"the job in {tmp_path} cannot be read or written: file is not a database"):
         JobStore.open(tmp_path)
     with pytest.raises(JobBroken, match="file is not a database"):
         JobStore.open_or_create(tmp_path, job())
+    folder = earlier(tmp_path, "stopped")
+    (folder / "resolved.json").write_bytes(content)
+    with pytest.raises(JobBroken, match=r"resolved\.json is damaged"):
+        JobStore.open(folder)
 
 
 def test_a_damaged_document_is_told_by_its_field(tmp_path):
