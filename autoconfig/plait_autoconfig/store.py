@@ -16,7 +16,8 @@ from pathlib import Path
 
 import optuna
 from optuna.exceptions import OptunaError
-from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -62,13 +63,36 @@ class LibraryStore:
     @classmethod
     def open(cls, location: str | Path) -> LibraryStore:
         """Open the store. `location`: a database URL (`postgresql://...`, `sqlite:///...`), or the path of an SQLite
-        file. Raises `LibraryError` if it cannot be opened."""
+        file, into which an Optuna journal of an earlier version is changed first.
+
+        Raises `LibraryError` if the store cannot be opened.
+        """
         with _translated(str(location)):
             if "://" in str(location):
                 return cls(RDBStorage(str(location)), str(location))
             path = Path(location).absolute()
             path.parent.mkdir(parents=True, exist_ok=True)
+            if _is_journal(path):
+                cls._convert(path)
             return cls(RDBStorage(f"sqlite:///{path}"), str(location))
+
+    @classmethod
+    def _convert(cls, path: Path) -> None:
+        """Replace a journal by an SQLite file with the same runs, or leave it as it is."""
+        try:
+            journal = cls(JournalStorage(JournalFileBackend(str(path))), str(path))
+            runs = journal.runs()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # Optuna's, of a file that is no journal
+            raise LibraryError(f"it is neither a database nor a journal: {error}") from error
+        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            converted = cls(RDBStorage(f"sqlite:///{partial}"), str(path))
+            for run in runs:
+                converted.add(run)
+            if _is_journal(path):  # else another process was quicker
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def add(self, run: LibraryRun) -> int:
         """Store a run, or those of its trials (by number) that are not stored yet; return how many these were."""
@@ -105,6 +129,15 @@ class LibraryStore:
         if _DATA not in study.user_attrs:
             study.set_user_attr(_DATA, run_line(run))
         return study
+
+
+def _is_journal(path: Path) -> bool:
+    """Return whether there is a file with something in it that is no SQLite database."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(15)
+    return bool(start) and start != b"SQLite format 3"
 
 
 def _template(run: LibraryRun, trial: Trial) -> optuna.trial.FrozenTrial:

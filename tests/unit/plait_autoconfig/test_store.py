@@ -1,9 +1,10 @@
-"""The library on disk: database and JSON lines; what breaks off, what is newer, and what is wrong."""
+"""The library on disk: database and JSON lines; what breaks off, what is newer or earlier, and what is wrong."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -91,9 +92,9 @@ def test_garbage_in_the_middle_is_an_error(tmp_path: Path):
         read_library(tmp_path / "none.jsonl")
 
 
-@pytest.mark.parametrize("location", ["library.log", "sqlite:///{folder}/library.db"])
+@pytest.mark.parametrize("location", ["library.journal", "sqlite:///{folder}/library.db"])
 def test_runs_come_back_from_a_store(tmp_path: Path, location: str):
-    """A file and a database keep runs and trials; nothing is stored twice, new trials are added."""
+    """A journal file and a database keep runs and trials; nothing is stored twice, new trials are added."""
     place = location.format(folder=tmp_path) if "://" in location else str(tmp_path / "deep" / location)
     store = LibraryStore.open(place)
     assert store.runs() == ()
@@ -102,6 +103,49 @@ def test_runs_come_back_from_a_store(tmp_path: Path, location: str):
     assert store.add(RUN) == 0
     store.add(OTHER)
     assert LibraryStore.open(place).runs() == (RUN, OTHER)
+
+
+def earlier(folder: Path) -> Path:
+    """A copy of a library that plait 0.1 kept in Optuna's journal: RUN, OTHER and a line of a later version."""
+    return Path(shutil.copy(Path(__file__).parent / "earlier_library.journal", folder / "past.log"))
+
+
+def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
+    """Under its own name, and with what that version could not read; from then on it is a database."""
+    path = earlier(tmp_path)
+    store = LibraryStore.open(path)
+    assert store.runs() == (RUN, OTHER)
+    assert store.add(run_of(*TRIALS, run_id="run-3")) == 3
+    assert len(LibraryStore.open(path).runs()) == 3
+    assert path.read_bytes().startswith(b"SQLite format 3")
+    assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
+
+
+def test_a_journal_that_cannot_be_converted_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A full disk: every later job would leave another half file on it."""
+    path = earlier(tmp_path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(LibraryStore, "add", full)
+    with pytest.raises(LibraryError, match="no space left"):
+        LibraryStore.open(path)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
+
+
+def test_a_torn_journal_loses_one_trial_and_goes_on(tmp_path: Path):
+    """What a process that died while writing left in the journal can be read and added to."""
+    path = earlier(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = next(i for i in reversed(range(len(lines))) if b'"op_code":4' in lines[i] and b"run-1" in lines[i])
+    path.write_bytes(b"".join(lines[: at + 1])[:-9])
+    store = LibraryStore.open(path)
+    assert store.runs()[0].trials == TRIALS[:2]
+    assert store.add(RUN) == 1
+    assert LibraryStore.open(path).runs() == (RUN,)
 
 
 def test_what_is_no_library_stays_as_it_is(tmp_path: Path):
@@ -152,11 +196,11 @@ def test_a_store_that_can_not_be_opened_is_named(tmp_path: Path):
         LibraryStore.open("nosuch://me:secret@host/db")
     assert "secret" not in str(caught.value)
     (tmp_path / "file").write_text("")
-    with pytest.raises(LibraryError, match=r"file/library.log cannot be used"):
-        LibraryStore.open(tmp_path / "file" / "library.log")
-    (tmp_path / "garbage.log").write_text("no library\nat all\n")
-    with pytest.raises(LibraryError, match=r"garbage.log cannot be used"):
-        LibraryStore.open(tmp_path / "garbage.log").runs()
+    with pytest.raises(LibraryError, match=r"file/library.journal cannot be used"):
+        LibraryStore.open(tmp_path / "file" / "library.journal")
+    (tmp_path / "garbage.journal").write_text("no journal\nat all\n")
+    with pytest.raises(LibraryError, match=r"garbage.journal cannot be used"):
+        LibraryStore.open(tmp_path / "garbage.journal").runs()
 
 
 def test_a_file_that_can_not_be_written_is_named(tmp_path: Path):
