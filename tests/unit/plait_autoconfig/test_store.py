@@ -111,7 +111,7 @@ def earlier(folder: Path) -> Path:
 
 
 def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
-    """Under its own name, and with what that version could not read; from then on it is a database."""
+    """Under its own name, without a line that no version could read; from then on it is a database."""
     path = earlier(tmp_path)
     store = LibraryStore.open(path)
     assert store.runs() == (RUN, OTHER)
