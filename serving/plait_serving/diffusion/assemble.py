@@ -147,6 +147,12 @@ class _Maker:
         """Read a model's folder, its weights only if it is alone. Raises `ModelError`."""
         cache = settings.prepared_folder.parent
         folder = resolve_source(settings.model, settings.revision, config=settings.config, cache=cache)
+        try:
+            return self._made(name, folder, settings)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise ModelError(f"{folder}: its configuration is damaged: {error!r}") from error
+
+    def _made(self, name: str, folder: Path, settings: EngineSettings) -> Model:
         family = open_family(folder, settings, self._host)
         unfit: dict[str, str] = {}
         if self._is_alone:
