@@ -81,7 +81,7 @@ def warm_up(engine: Engine) -> float:
     edge = model.family.min_whole_edge
     request = ImageRequest(
         request_id="warm-up",
-        prompt="warm-up",
+        prompt="a",
         width=edge,
         height=edge,
         steps=1,
