@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -252,6 +253,13 @@ def test_an_interrupted_run_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_model(scaled_down(FamilyName.SD15), tmp_path / "model", seed=0, dtype=DtypeName.FLOAT16, report=interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_no_hindrance(tmp_path):
+    """In a container the next one has its process id."""
+    (tmp_path / f".model.{os.getpid()}.partial" / "unet").mkdir(parents=True)
+    write(FamilyName.SD15, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_progress_counts_bytes_to_the_end(tmp_path):
