@@ -133,7 +133,7 @@ def _from_library(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Modul
 def translate(path: Path, load: Callable[[Path], Any]) -> Any:
     """Run a library's loader quietly; anything it raises becomes a `ModelError` that names the path."""
     try:
-        # Tensors made in inference mode do not count writes to them, by which the denoiser notices LoRA merges.
+        # Tensors made in inference mode can be written in it only.
         with _quiet(), torch.inference_mode(mode=False):
             return load(path)
     except ModelError:
