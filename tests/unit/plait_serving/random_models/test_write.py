@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import check_controlnet, load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.config import kind_of_config
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
@@ -118,7 +118,8 @@ def test_a_controlnet_has_residuals_that_depend_on_the_image(family, tmp_path):
     folder = write(family, tmp_path / "net")
     base = write(FamilyName.SD15 if family is FamilyName.SD15_CONTROLNET else FamilyName.SDXL, tmp_path / "base")
     config = json.loads((base / "unet/config.json").read_text())
-    assert isinstance(load_controlnet(folder, base=config, vae_factor=8), ControlNetModel)
+    check_controlnet(folder, base=config, vae_factor=8)
+    assert isinstance(load_controlnet(folder), ControlNetModel)
     net = ControlNetModel.from_pretrained(folder, local_files_only=True)
     rng = torch.Generator().manual_seed(1)
     width = net.config.cross_attention_dim

@@ -55,9 +55,9 @@ def denoiser(bundle):
 
 
 @pytest.fixture(scope="module")
-def real(bundle, tiny_sd_controlnets):
+def real(tiny_sd_controlnets):
     """A ControlNet that works."""
-    return WholeControlNet("real", load_controlnet(tiny_sd_controlnets[0], base=bundle.config, vae_factor=2))
+    return WholeControlNet("real", load_controlnet(tiny_sd_controlnets[0]))
 
 
 def controlled(bundle, denoiser, *clients, seed: int = 1):
