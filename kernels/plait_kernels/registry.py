@@ -24,15 +24,11 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeBound:
-    """What an implementation takes of one size of a problem, as "elements": from `low` to `high`.
-
-    `pays`: outside these it runs too, but slower than what ranks below it, so only an explicit choice takes it.
-    """
+    """What an implementation takes of one size of a problem, as "elements": from `low` to `high`."""
 
     size: str
     low: int = 0
-    high: int = 2**63 - 1
-    pays: bool = False
+    high: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +193,7 @@ def select_impl(
             raise KernelError(f"{op} has no implementation named {explicit!r}")
     passed_over: list[str] = []
     for impl in known:
-        reason = _misfit(impl, device, dtype, sizes, importable, asked_for=explicit is not None) or failure(
-            impl, device, dtype
-        )
+        reason = _misfit(impl, device, dtype, sizes, importable) or failure(impl, device, dtype)
         if reason is None:
             return Selection(impl=impl, passed_over=tuple(passed_over))
         passed_over.append(f"{impl.name}: {reason}")
@@ -208,28 +202,19 @@ def select_impl(
 
 
 def _misfit(
-    impl: ImplInfo,
-    device: str,
-    dtype: torch.dtype,
-    sizes: Mapping[str, int],
-    importable: Callable[[str], bool],
-    *,
-    asked_for: bool,
+    impl: ImplInfo, device: str, dtype: torch.dtype, sizes: Mapping[str, int], importable: Callable[[str], bool]
 ) -> str | None:
     if impl.devices is not None and device not in impl.devices:
         return f"does not run on {device}"
     if dtype not in impl.dtypes:
         return f"does not write {dtype}"
     for bound in impl.bounds:
-        if bound.pays and asked_for:
-            continue
         if bound.size not in sizes:
             return f"must be told {bound.size}"
-        verb = "pays for" if bound.pays else "takes"
         if sizes[bound.size] < bound.low:
-            return f"{verb} {bound.size} from {bound.low}"
+            return f"takes {bound.size} from {bound.low}"
         if sizes[bound.size] > bound.high:
-            return f"{verb} {bound.size} up to {bound.high}"
+            return f"takes {bound.size} up to {bound.high}"
     missing = [module for module in impl.needs if not importable(module)]
     return f"needs {', '.join(missing)}" if missing else None
 

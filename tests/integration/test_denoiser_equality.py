@@ -132,10 +132,7 @@ class Model:
         self._pipelines: dict[tuple[str, ...], object] = {}
 
     def _client(self, name: str, path: Path) -> WholeControlNet:
-        base = self.bundle
-        return WholeControlNet(
-            name, load_controlnet(path, base=base.config, vae_factor=base.vae_factor, dtype=self.dtype)
-        )
+        return WholeControlNet(name, load_controlnet(path, dtype=self.dtype))
 
     def reference(self, request) -> torch.Tensor:
         """diffusers' latents."""

@@ -99,7 +99,7 @@ def test_a_request_with_everything_runs_on_a_gpu(
     edited = make_request(loras=(lora,), controlnets=refs, n=2, seed=3, edit=edit, scheduler=Scheduler.DPMPP_2M)
     found = run.images([plain, edited], loras)
     assert [image.shape for image in found] == [(32, 32, 3)] * 3
-    assert run.stepper.live_loras
+    assert run.stepper.denoiser.merger.current
     if executor is ExecutorName.AUTO:
         assert graphs.graph_memory(torch.device(NAME)).graphs == 4  # both halves, both ControlNets
 

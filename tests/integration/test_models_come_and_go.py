@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import threading
 import weakref
@@ -220,6 +221,18 @@ def test_what_cannot_be_served_is_left_out_with_its_reason(serving, models, capl
     kept.rename(broken / "unet" / "config.json")
     np.testing.assert_array_equal(drawn(engine, "broken"), alone(models["b"]))
     assert list(engine.pool.refused) == ["another first"]
+
+
+def test_a_damaged_configuration_leaves_out_its_own_model_only(serving, models):
+    """What a configuration lacks is said of that model, and the next one is served."""
+    engine, folder = serving
+    path = shutil.copytree(models["b"], folder / "a") / "unet" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    del config["down_block_types"]
+    path.write_text(json.dumps(config), encoding="utf-8")
+    shutil.copytree(models["b"], folder / "b")
+    np.testing.assert_array_equal(drawn(engine, "b"), alone(models["b"]))
+    assert "down_block_types" in engine.pool.refused["a"]
 
 
 def test_weights_that_vanish_in_use_fail_with_a_sentence(serving, models):

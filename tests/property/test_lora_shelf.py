@@ -1,4 +1,4 @@
-"""Invariants of the cache's policy under any sequence of events, and its table."""
+"""Invariants of the cache's policy under any sequence of events."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from plait_serving.diffusion.lora.cache_policy import (
-    MAX_OVERTAKEN,
-    Admission,
-    CachePolicy,
-    EntryState,
-    Key,
-)
+from plait_serving.diffusion.lora.cache_policy import MAX_OVERTAKEN, Admission, CachePolicy, Key
 from plait_serving.diffusion.values import Tenant
 
 BUDGET = 10
@@ -36,7 +30,7 @@ class ShelfMachine(RuleBasedStateMachine):
         self.waiting: dict[int, dict[Key, int]] = {}
         self.tenants: dict[int, str] = {}
         self.overtaken: dict[int, int] = {}
-        self.present: dict[Key, EntryState] = {}
+        self.present: dict[Key, bool] = {}  # whether it is loaded
         self.now_s = 0.0
 
     def wanted(self, names: set[str]) -> dict[Key, int]:
@@ -54,12 +48,12 @@ class ShelfMachine(RuleBasedStateMachine):
         self.leave(admission.evicted)
         assert set(admission.to_load) == {key for key in wanted if key not in self.present}
         for key in admission.to_load:
-            self.present[key] = EntryState.LOADING
+            self.present[key] = False
         self.admitted[ticket] = tuple(wanted)
 
     def leave(self, evicted: tuple[Key, ...]) -> None:
         for key in evicted:
-            assert self.present.pop(key) is EntryState.READY
+            assert self.present.pop(key), "evicted while it loads"
             assert not any(key in keys for keys in self.admitted.values()), "evicted in use"
 
     def admit_waiting(self) -> None:
@@ -110,15 +104,13 @@ class ShelfMachine(RuleBasedStateMachine):
         self.shelf.pass_time(self.now_s)
         self.admit_waiting()
 
-    @precondition(lambda self: EntryState.LOADING in self.present.values())
+    @precondition(lambda self: not all(self.present.values()))
     @rule(data=st.data(), works=st.booleans())
     def load_ends(self, data: st.DataObject, works: bool) -> None:
-        loading = sorted(
-            (k for k, s in self.present.items() if s is EntryState.LOADING), key=lambda k: (k.name, k.stamp)
-        )
+        loading = sorted((k for k, is_loaded in self.present.items() if not is_loaded), key=lambda k: (k.name, k.stamp))
         key = data.draw(st.sampled_from(loading))
         if works:
-            self.present[key] = EntryState.READY
+            self.present[key] = True
             self.leave(self.shelf.loaded(key, SIZES[key.name]))
         else:
             self.shelf.failed(key)
@@ -149,7 +141,7 @@ class ShelfMachine(RuleBasedStateMachine):
     def _assert_users(self) -> None:
         for key in self.present:
             assert self.shelf.users(key) == sum(key in keys for keys in self.admitted.values())
-            assert self.shelf.state(key) is self.present[key]
+            assert self.shelf.is_loaded(key) is self.present[key]
 
     @invariant()
     def _assert_everyone_in_use_is_present(self) -> None:
@@ -169,9 +161,7 @@ class ShelfMachine(RuleBasedStateMachine):
             others_wait = any(self.tenants[ticket] != tenant for ticket in self.waiting)
             if others_wait and self.held_bytes(tenant, *wanted) > self.share(tenant):
                 continue
-            busy = {
-                k for k, s in self.present.items() if s is EntryState.LOADING or self.shelf.users(k)
-            } - wanted.keys()
+            busy = {k for k, is_loaded in self.present.items() if not is_loaded or self.shelf.users(k)} - wanted.keys()
             need = sum(wanted.values()) + sum(SIZES[key.name] for key in busy)
             assert need > BUDGET or self.shelf.asked_back
 
@@ -219,7 +209,7 @@ def test_more_bytes_than_reserved_raise():
     admit(shelf, 1, {A: 2})
     with pytest.raises(ValueError, match="2 were reserved"):
         shelf.loaded(A, 3)
-    assert shelf.state(A) is EntryState.LOADING
+    assert not shelf.is_loaded(A)
 
 
 def test_sets_in_memory_overtake_a_bounded_number_of_times():
@@ -250,4 +240,4 @@ def test_outdated_entries_leave_first():
     shelf.release(1)
     shelf.release(0)
     assert admit(shelf, 2, {newer: 1}) == Admission(to_load=(newer,), evicted=(A,))
-    assert shelf.state(B) is EntryState.READY
+    assert shelf.is_loaded(B)

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
-from plait_kernels.executors import AdaptedLayer, PreparedProgram, RowFactors, background
+from plait_kernels.executors import PreparedProgram, RowFactors, background
 
 _log = logging.getLogger(__name__)
 
@@ -280,6 +280,7 @@ class AuditedProgram:
         """Take what `Auditor.watch` was given, and the auditor that samples are handed to."""
         self.name = name
         self.tolerance = tolerance
+        self.layers = program.layers
         self._program = program
         self._make_reference = make_reference
         self._reference: PreparedProgram | None = None
@@ -290,11 +291,6 @@ class AuditedProgram:
         self._off: set[Hashable] = set()
         self._calls = 0
         self._last = _LastFactors()
-
-    @property
-    def layers(self) -> tuple[AdaptedLayer, ...]:
-        """The layers that take factors."""
-        return self._program.layers
 
     @property
     def settled(self) -> bool:

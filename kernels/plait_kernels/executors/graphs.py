@@ -259,6 +259,8 @@ class GraphProgram:
     One thread only, and on one stream: graphs share their working memory.
     """
 
+    layers: tuple[AdaptedLayer, ...] = ()
+
     def __init__(
         self,
         module: nn.Module,
@@ -284,11 +286,6 @@ class GraphProgram:
         self._device = torch.device("cpu")
         self._settled = True
         buffers.programs.add(self)
-
-    @property
-    def layers(self) -> tuple[AdaptedLayer, ...]:
-        """None."""
-        return ()
 
     @property
     def settled(self) -> bool:
@@ -324,10 +321,6 @@ class GraphProgram:
         made = shape.graph.outputs
         lent = tuple(output[:rows] for output in made) if self._pads else made
         return tuple(output.clone() for output in lent) if copy else lent
-
-    def forget(self) -> None:
-        """Drop all graphs: the parameters have moved."""
-        self._shapes.clear()
 
     def drop_graphs(self, names: Collection[str]) -> None:
         """Drop the graphs that use one of these buffers."""

@@ -95,7 +95,7 @@ class OpenVinoProgram:
         copies for single shapes hold at most; `free_bytes` returns what another one may hold now. Raises
         `ExecutorError` if the answer to the probe is not torch's."""
         self._model, self._model_inputs = model, len(model.inputs)  # a list of hundreds, made at each look
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         self._options = options
         self._probe = probe
         self._cache = cache
@@ -112,11 +112,6 @@ class OpenVinoProgram:
         self._is_copying = False
 
     @property
-    def layers(self) -> tuple[AdaptedLayer, ...]:
-        """The layers that take factors."""
-        return self._layers
-
-    @property
     def settled(self) -> bool:
         """Whether no copy is being compiled."""
         return not self._is_copying
@@ -126,7 +121,7 @@ class OpenVinoProgram:
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs in the first input's dtype. Raises `ExecutorError` for factors of other rows."""
         self._check_count(inputs)
-        check_factors(self._layers, inputs[0].shape[0], factors)
+        check_factors(self.layers, inputs[0].shape[0], factors)
         with self._running:
             options = self._options()
             if options != self._compiled_with:  # a number of threads is part of what is compiled
@@ -176,7 +171,7 @@ class OpenVinoProgram:
 
     def _key(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> Key:
         by_path, rows = ({}, 1) if factors is None else (factors.by_path, factors.given)
-        ranks = tuple(by_path[layer.path][0].shape[2] if layer.path in by_path else 0 for layer in self._layers)
+        ranks = tuple(by_path[layer.path][0].shape[2] if layer.path in by_path else 0 for layer in self.layers)
         return (*(tuple(value.shape) for value in inputs), (rows,), ranks)
 
     def _may_copy(self, key: Key, *, is_rare: bool) -> None:
@@ -206,15 +201,15 @@ class OpenVinoProgram:
     def _held_bytes(self, key: Key) -> int:
         """Return what a copy holds: weights, code, and the factors of its last call."""
         *_, (given,), ranks = key
-        widths = ((layer.width_in + layer.width_out) * rank for layer, rank in zip(self._layers, ranks, strict=True))
+        widths = ((layer.width_in + layer.width_out) * rank for layer, rank in zip(self.layers, ranks, strict=True))
         return self._weight_bytes + _CODE_BYTES * (2 if any(ranks) else 1) + 4 * given * sum(widths)
 
     def _copy(self, key: Key, options: dict[str, Any]) -> None:
         """Compile a copy; the worker's thread, which takes cores that steps leave idle."""
         lower_priority()
         try:
-            layers = [layer for layer, rank in zip(self._layers, key[-1], strict=True) if rank]
-            made = _Compiled(compile_model(fixed(self._model, self._layers, key), options), layers)
+            layers = [layer for layer, rank in zip(self.layers, key[-1], strict=True) if rank]
+            made = _Compiled(compile_model(fixed(self._model, self.layers, key), options), layers)
             with self._running:
                 if options is self._compiled_with:
                     self._copies[key] = _Copy(compiled=made, used=self._calls)
@@ -231,10 +226,10 @@ class OpenVinoProgram:
 
     def _check_count(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raise `ExecutorError` unless every input of the model gets something: computing without can crash."""
-        if len(inputs) + 2 * len(self._layers) != self._model_inputs:
+        if len(inputs) + 2 * len(self.layers) != self._model_inputs:
             raise ExecutorError(
                 f"the model has {self._model_inputs} inputs, not {len(inputs)} and two for each of "
-                f"{len(self._layers)} layers"
+                f"{len(self.layers)} layers"
             )
 
     def _compile(self) -> _Compiled:
@@ -253,7 +248,7 @@ class OpenVinoProgram:
 
     def _proven(self, compiled: ov.CompiledModel) -> _Compiled:
         """Run the probe. Raises `ExecutorError` if the answer is not torch's."""
-        found = _Compiled(compiled, self._layers)
+        found = _Compiled(compiled, self.layers)
         self._probe.check(found.infer(self._probe.inputs, self._probe.factors))
         return found
 

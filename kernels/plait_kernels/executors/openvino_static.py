@@ -47,6 +47,10 @@ class StaticProgram:
     """A `PreparedProgram` for one set of shapes. A call may have fewer rows: what is behind them is computed, too, and
     cut off, so rows must not see each other and an output's first axis must be an item-side input's."""
 
+    layers: tuple[AdaptedLayer, ...] = ()
+    settled = True
+    """There is nothing more to compile."""
+
     def __init__(self, request: Any, computation: Computation) -> None:
         """Raises `ExecutorError` if an output's shape is not known."""
         if any(port.get_partial_shape().is_dynamic for port in request.get_compiled_model().outputs):
@@ -60,16 +64,6 @@ class StaticProgram:
         self._outputs = [torch.from_numpy(tensor.data) for tensor in request.output_tensors]
         self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._running = threading.Lock()
-
-    @property
-    def layers(self) -> tuple[AdaptedLayer, ...]:
-        """None take factors."""
-        return ()
-
-    @property
-    def settled(self) -> bool:
-        """Always: there is nothing more to compile."""
-        return True
 
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True

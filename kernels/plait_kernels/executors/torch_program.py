@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from plait_kernels.executors import AdaptedLayer, Computation, RowFactors
+from plait_kernels.executors import Computation, RowFactors
 from plait_kernels.executors.adapters import Twin, check_factors, flat_factors
 from plait_kernels.executors.module_lock import MODULES
 
@@ -14,19 +14,13 @@ from plait_kernels.executors.module_lock import MODULES
 class TorchProgram:
     """A `PreparedProgram` that calls the twin. Changes to the module's parameters take effect at once."""
 
+    settled = True
+    """Nothing is compiled."""
+
     def __init__(self, computation: Computation) -> None:
         with MODULES:
             self._twin = Twin(computation)
-
-    @property
-    def layers(self) -> tuple[AdaptedLayer, ...]:
-        """The layers that take factors."""
-        return self._twin.layers
-
-    @property
-    def settled(self) -> bool:
-        """Always: nothing is compiled."""
-        return True
+        self.layers = self._twin.layers
 
     @torch.inference_mode()
     def run(
@@ -35,7 +29,7 @@ class TorchProgram:
         """Compute the outputs. They are always the caller's own, whatever `copy` is."""
         del copy
         rows = inputs[0].shape[0]
-        check_factors(self._twin.layers, rows, factors)
+        check_factors(self.layers, rows, factors)
         wide = [value.to(torch.float32) for value in inputs]
-        outputs = self._twin(*wide, *flat_factors(self._twin.layers, factors))
+        outputs = self._twin(*wide, *flat_factors(self.layers, factors))
         return tuple(output.to(inputs[0].dtype) for output in outputs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from pydantic import ValidationError
@@ -129,8 +129,7 @@ def check_size(width: int, height: int, limits: ImageLimits) -> None:
 def check_numbers(request: ImageRequest, limits: ImageLimits, terms: RequestTerms) -> None:
     """Raise `RequestError` for a number that is out of bounds, or a field or sampler's option that the model does not
     take."""
-    # plait's own warm-up is as small as can be, whatever is allowed.
-    check_size(request.width, request.height, limits if request.tenant.counts else replace(limits, sizes=()))
+    check_size(request.width, request.height, limits)
     _check_fields(request)
     if request.n > limits.max_images:
         raise RequestError(f"at most {limits.max_images} images", param="n")

@@ -81,7 +81,7 @@ def warm_up(engine: Engine) -> float:
     edge = model.family.min_whole_edge
     request = ImageRequest(
         request_id="warm-up",
-        prompt="warm-up",
+        prompt="a",
         width=edge,
         height=edge,
         steps=1,
@@ -147,6 +147,12 @@ class _Maker:
         """Read a model's folder, its weights only if it is alone. Raises `ModelError`."""
         cache = settings.prepared_folder.parent
         folder = resolve_source(settings.model, settings.revision, config=settings.config, cache=cache)
+        try:
+            return self._made(name, folder, settings)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise ModelError(f"{folder}: its configuration is damaged: {error!r}") from error
+
+    def _made(self, name: str, folder: Path, settings: EngineSettings) -> Model:
         family = open_family(folder, settings, self._host)
         unfit: dict[str, str] = {}
         if self._is_alone:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from plait_kernels.threads import set_threads
-from plait_serving.diffusion.admission import check_prompts, check_request
+from plait_serving.diffusion.admission import ImageLimits, check_prompts, check_request
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.errors import DeadlineMissed, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
@@ -29,6 +29,8 @@ from plait_serving.diffusion.units import ImageJob, SpentSeconds
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult
 
 _UNBOUNDED = 1 << 62
+_OF_WARM_UP = ImageLimits(size_multiple=1, min_edge_px=1)
+"""plait's own warm-up is as small as can be, whatever requests may ask for."""
 _FAR, _LONG_S = 4.0, 120.0
 """So many times a model's own number of pixels, or so many seconds, get a hint."""
 _NEWEST_SHARE = 0.1
@@ -132,16 +134,17 @@ class Engine:
         now_s = self._clock()
         model = self._model_of(request)
         request = model.family.terms.settled(request if request.model else replace(request, model=model.name))
+        limits = model.limits if request.tenant.counts else _OF_WARM_UP
         check_request(
             request,
-            model.limits,
+            limits,
             loras=model.loras,
             controlnets=model.controlnets,
             terms=model.family.terms,
         )
         self.pool.check(model)
         size = model.family.measure(request)
-        check_prompts(size, model.limits)
+        check_prompts(size, limits)
         alone_s = model.forecast.alone_s(request, size)
         arrived_s = now_s - (request.tried_again_s or 0.0)
         deadline_at_s = None if request.deadline_s is None else arrived_s + request.deadline_s

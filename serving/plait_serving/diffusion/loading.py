@@ -72,8 +72,7 @@ def _assigned(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Module | 
     """Build the module and assign the tensors; return None if that is a task for the library's loader."""
     if not issubclass(kind, ModelMixin) or kind._keep_in_fp32_modules:
         return None
-    with torch.device("meta"):
-        module = cast("nn.Module", kind.from_config(kind.load_config(files.folder, local_files_only=True)))
+    module = on_meta(kind, files.folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     if wanted != {name: info.shape for name, (_, info) in files.tensors.items()} or any(_constants(module)):
         return None
@@ -133,7 +132,7 @@ def _from_library(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Modul
 def translate(path: Path, load: Callable[[Path], Any]) -> Any:
     """Run a library's loader quietly; anything it raises becomes a `ModelError` that names the path."""
     try:
-        # Tensors made in inference mode do not count writes to them, by which the denoiser notices LoRA merges.
+        # Tensors made in inference mode can be written in it only.
         with _quiet(), torch.inference_mode(mode=False):
             return load(path)
     except ModelError:

@@ -333,7 +333,7 @@ class DenoiseLoop:
     def _finish(self, job: ImageJob) -> None:
         decode = self._stepper(job.request.model).decode
         self._let_go(job)
-        job.advance(RequestPhase.DECODING)
+        job.phase = RequestPhase.DECODING
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
         self._decodes.submit(job.request.tenant.name, latents, partial(self._decode, job, decode))
 

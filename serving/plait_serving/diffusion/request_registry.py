@@ -175,7 +175,7 @@ class RequestRegistry:
             _log.error("the device is lost, and the engine with it", exc_info=event.error)
             self.shut_down()
             event = Failed(error=EngineStopped("the device failed"))
-        job.advance(RequestPhase.DONE if isinstance(event, Finished) else RequestPhase.FAILED)
+        job.phase = RequestPhase.DONE if isinstance(event, Finished) else RequestPhase.FAILED
         cancelled = isinstance(event, Failed) and isinstance(event.error, Cancelled)
         outcome = "finished" if isinstance(event, Finished) else "cancelled" if cancelled else "failed"
         with self._changed:

@@ -55,11 +55,6 @@ class Stepper:
         self._clock = clock
 
     @property
-    def live_loras(self) -> LoraSet:
-        """The set that is merged into the denoiser's weights."""
-        return self.denoiser.merger.current
-
-    @property
     def settled(self) -> bool:
         """Whether the last step tells how long such steps take."""
         return self.denoiser.settled
@@ -136,7 +131,7 @@ class Stepper:
 
     def switch_s(self, target: LoraSet) -> float:
         """Return the seconds that making `target` live is expected to take."""
-        return 0.0 if target == self.live_loras else self.denoiser.merger.switch_cost_s(target)
+        return self.denoiser.merger.switch_cost_s(target)
 
     def decode(self, latents: torch.Tensor) -> tuple[tuple[RgbImage, ...], tuple[bool, ...]]:
         """Decode `(n, c, h, w)` to n images and their safety flags. From any thread."""

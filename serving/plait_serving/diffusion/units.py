@@ -1,4 +1,4 @@
-"""The running state of requests, which the compute thread mutates, and the table of allowed phase transitions.
+"""The running state of requests, which the compute thread mutates.
 
 A request is cut into units of at most `largest_batch` images; the unit is what is scheduled. Usually there is one.
 """
@@ -28,15 +28,6 @@ class RequestPhase(Enum):
     DECODING = auto()
     DONE = auto()
     FAILED = auto()
-
-
-NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
-    RequestPhase.ACTIVE: frozenset({RequestPhase.DECODING, RequestPhase.FAILED}),
-    RequestPhase.DECODING: frozenset({RequestPhase.DONE, RequestPhase.FAILED}),
-    RequestPhase.DONE: frozenset(),
-    RequestPhase.FAILED: frozenset(),
-}
-"""The phases that may follow each phase; `ImageJob.advance` rejects everything else."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +66,6 @@ class ImageJob:
     source: EditSource | None = None
     previews_sent: int = 0
     given_back_at: int = -1
-
-    def advance(self, phase: RequestPhase) -> None:
-        """Move to the next phase. Raises ValueError and changes nothing if the table does not allow it."""
-        if phase not in NEXT[self.phase]:
-            raise ValueError(f"{self.request.request_id}: {self.phase.name} cannot become {phase.name}")
-        self.phase = phase
 
     @property
     def steps_done(self) -> int:

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from plait_kernels.cores import usable_cores
 from plait_kernels.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
-from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, EntryState, Key
+from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, Key
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
 from plait_serving.diffusion.queue.turns import TurnQueue
@@ -249,7 +249,7 @@ class LoraCache:
         self._evicted(admission.evicted)
         self._counts.misses += len(admission.to_load)
         self._counts.hits += len(entered.keys) - len(admission.to_load)
-        entered.missing = {key for key in entered.keys if self._policy.state(key) is EntryState.LOADING}
+        entered.missing = {key for key in entered.keys if not self._policy.is_loaded(key)}
         for key in admission.to_load:
             self._to_fetch.put(entered.tenant.name, key)
             self._fetchers.submit(self._fetch)

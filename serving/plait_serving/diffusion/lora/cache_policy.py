@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from plait_serving.diffusion.queue.shares import TenantShares
@@ -36,36 +34,6 @@ T = TypeVar("T", bound=Hashable)
 """The key of a set."""
 
 
-class EntryState(Enum):
-    """The state of an entry."""
-
-    ABSENT = auto()
-    LOADING = auto()
-    READY = auto()
-
-
-class EntryEvent(Enum):
-    """What happens to an entry."""
-
-    WANTED = auto()
-    LOADED = auto()
-    FAILED = auto()
-    EVICTED = auto()
-
-
-NEXT: Mapping[tuple[EntryState, EntryEvent], EntryState] = MappingProxyType(
-    {
-        (EntryState.ABSENT, EntryEvent.WANTED): EntryState.LOADING,
-        (EntryState.LOADING, EntryEvent.WANTED): EntryState.LOADING,
-        (EntryState.READY, EntryEvent.WANTED): EntryState.READY,
-        (EntryState.LOADING, EntryEvent.LOADED): EntryState.READY,
-        (EntryState.LOADING, EntryEvent.FAILED): EntryState.ABSENT,
-        (EntryState.READY, EntryEvent.EVICTED): EntryState.ABSENT,
-    }
-)
-"""The allowed transitions; everything else raises ValueError and changes nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Key:
     """One version of the content of one name."""
@@ -76,8 +44,8 @@ class Key:
 
 @dataclass(slots=True)
 class _CacheEntry:
-    state: EntryState
     nbytes: int
+    is_loaded: bool = False
     users: int = 0
     last_use: int = 0
     outdated: bool = False
@@ -137,10 +105,10 @@ class CachePolicy(Generic[T]):
         """The tickets of sets that have not been admitted yet, in order."""
         return tuple(self._waiters)
 
-    def state(self, key: Key) -> EntryState:
-        """Return the state of an entry."""
+    def is_loaded(self, key: Key) -> bool:
+        """Return whether an entry is in memory, not on its way."""
         entry = self._entries.get(key)
-        return entry.state if entry else EntryState.ABSENT
+        return entry is not None and entry.is_loaded
 
     def users(self, key: Key) -> int:
         """Return the number of admitted sets that hold an entry."""
@@ -185,14 +153,14 @@ class CachePolicy(Generic[T]):
 
     def loaded(self, key: Key, nbytes: int) -> tuple[Key, ...]:
         """Record that a load ended; `nbytes` is its actual size, at most what was reserved. Return the evicted keys."""
-        if nbytes > self._entries[key].nbytes:
-            raise ValueError(f"{key} takes {nbytes} bytes, {self._entries[key].nbytes} were reserved")
-        self._step(key, EntryEvent.LOADED).nbytes = nbytes
+        entry = self._entries[key]
+        if nbytes > entry.nbytes:
+            raise ValueError(f"{key} takes {nbytes} bytes, {entry.nbytes} were reserved")
+        entry.nbytes, entry.is_loaded = nbytes, True
         return self._make_room(0, keep=()) or ()
 
     def failed(self, key: Key) -> None:
         """Record that a load failed; nothing of it is kept. Sets that waited for it must be released."""
-        self._step(key, EntryEvent.FAILED)
         del self._entries[key]
         for claim in self._held.values():
             claim.wanted = {other: nbytes for other, nbytes in claim.wanted.items() if other != key}
@@ -279,7 +247,7 @@ class CachePolicy(Generic[T]):
 
     def _fits_without(self, asked: Collection[T], claim: _Claim) -> bool:
         stay = self._by_tenant(asked).values()
-        abandoned = {k: e.nbytes for k, e in self._entries.items() if e.state is EntryState.LOADING and not e.users}
+        abandoned = {k: e.nbytes for k, e in self._entries.items() if not (e.is_loaded or e.users)}
         return _bytes(*stay, abandoned, claim.wanted) <= self.budget_bytes
 
     def _tenants(self) -> dict[str, Tenant]:
@@ -311,8 +279,7 @@ class CachePolicy(Generic[T]):
         if evicted is None:
             return None
         for key in wanted:
-            state = NEXT[self.state(key), EntryEvent.WANTED]
-            entry = self._entries.setdefault(key, _CacheEntry(state=state, nbytes=wanted[key]))
+            entry = self._entries.setdefault(key, _CacheEntry(wanted[key]))
             self._uses += 1
             entry.users += 1
             entry.last_use = self._uses
@@ -332,7 +299,7 @@ class CachePolicy(Generic[T]):
         """Evict idle entries until `more_bytes` fit; return None, with nothing evicted, if they cannot."""
         excess = self.reserved_bytes + more_bytes - self.budget_bytes
         kept = frozenset(keep)
-        idle = [(key, entry) for key, entry in self._idle() if key not in kept]
+        idle = [(k, e) for k, e in self._entries.items() if e.is_loaded and not e.users and k not in kept]
         leaving: list[Key] = []
         for key, entry in sorted(idle, key=lambda item: (not item[1].outdated, item[1].last_use)):
             if excess <= 0 and not entry.outdated:
@@ -341,25 +308,9 @@ class CachePolicy(Generic[T]):
             excess -= entry.nbytes
         if excess > 0 and more_bytes:
             return None
-        return self._evict(leaving)
-
-    def _idle(self) -> list[tuple[Key, _CacheEntry]]:
-        return [(k, e) for k, e in self._entries.items() if e.state is EntryState.READY and not e.users]
-
-    def _evict(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        leaving = tuple(keys)
         for key in leaving:
-            self._step(key, EntryEvent.EVICTED)
             del self._entries[key]
-        return leaving
-
-    def _step(self, key: Key, event: EntryEvent) -> _CacheEntry:
-        state = NEXT.get((self.state(key), event))
-        if state is None:
-            raise ValueError(f"{key} is {self.state(key).name}; it cannot be {event.name}")
-        entry = self._entries[key]
-        entry.state = state
-        return entry
+        return tuple(leaving)
 
 
 def _bytes(*wanted: Mapping[Key, int]) -> int:

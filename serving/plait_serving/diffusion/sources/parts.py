@@ -25,10 +25,11 @@ def copy_parts(folder: Path, staged: Path, *, but: Collection[str], link: bool =
     which must be absolute. Pickles stay behind."""
     copy = os.symlink if link else shutil.copy2
     shutil.copyfile(folder / INDEX, staged / INDEX)
-    for part in json.loads((folder / INDEX).read_text(encoding="utf-8")):
-        if (folder / part).is_dir() and part not in but:
+    named = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    for part in folder.iterdir():  # an index may name what is outside
+        if part.is_dir() and part.name in named and part.name not in but:
             ignore = shutil.ignore_patterns(*_PICKLES)
-            shutil.copytree(folder / part, staged / part, ignore=ignore, copy_function=copy)
+            shutil.copytree(part, staged / part.name, ignore=ignore, copy_function=copy)
 
 
 def copy_configs(config: Path, staged: Path, parts: Collection[str], *, link: bool = False) -> None:

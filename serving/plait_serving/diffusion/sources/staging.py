@@ -63,16 +63,21 @@ def locked(path: Path) -> Iterator[None]:
 @contextmanager
 def _staged(path: Path, needed_bytes: int) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    _remove(staged)  # in a container, one that was killed had the same process id
     free = shutil.disk_usage(path.parent).free
     if free < needed_bytes:
         raise ModelError(f"{path}: needs {needed_bytes / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free there")
-    staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield staged
         staged.replace(path)
     except BaseException:
-        if staged.is_dir():
-            shutil.rmtree(staged, ignore_errors=True)
-        else:
-            staged.unlink(missing_ok=True)
+        _remove(staged)
         raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -63,19 +63,6 @@ def test_what_is_written_into_the_weights_holds_in_the_next_replay(block):
     assert capture.tried == 1
 
 
-def test_weights_that_moved_are_captured_again_after_forget(block):
-    """`forget` drops what reads the old addresses."""
-    capture = FakeCapture()
-    program, inputs = GraphProgram(block, capture.buffers(), name="block"), small_inputs(2, 4, 4)
-    for _ in range(2):
-        program.run(inputs)
-    program.forget()
-    assert program.graphs == 0
-    for _ in range(2):
-        program.run(inputs)
-    assert capture.tried == 2
-
-
 def test_copies_stay_and_what_is_lent_is_overwritten(block):
     """`copy=False` gives the graph's own memory, which the next replay writes."""
     program = GraphProgram(block, FakeCapture().buffers(), name="block")

@@ -445,13 +445,7 @@ def test_what_new_sizes_freed_goes_back(converted, monkeypatch):
 def test_a_single_token_after_that_spoils_nothing(tmp_path):
     """A dynamic model whose very first sequence has one token is wrong for longer ones; one that gave back is not
     new."""
-
-    class SelfAttention(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            heads = x.flatten(2).transpose(1, 2).unflatten(2, (3, 16)).transpose(1, 2)
-            return (torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),)
-
-    module = SelfAttention().eval()
+    module = SelfAttention().eval().requires_grad_(requires_grad=False)
     shape = InputSpec(name="x", shape=(None, 48, None, None))
     computation = Computation(module=module, inputs=(shape,), example=(torch.randn(2, 48, 4, 4),))
     program = openvino_at(tmp_path, copies_bytes=0).prepare("k", lambda: computation)

@@ -1,8 +1,7 @@
-"""The LoRA merge operator: its definition against fp64, every implementation against the definition."""
+"""The LoRA merge operator: what every implementation writes, and what it does not; `test_difference` has its values."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -12,12 +11,6 @@ from plait_kernels.lora_merge import NonFiniteMerge, Term, concat, is_finite, re
 from plait_kernels.registry import IMPLS, load
 
 torch.set_num_threads(1)
-
-# Odd on purpose: primes, one row, one column, rank above a side, 1x1 and kxk and oblong kernels.
-SHAPES = [(7, 5), (1, 13), (13, 1), (64, 48), (6, 5, 1, 1), (5, 3, 3, 3), (4, 6, 1, 3), (17, 2, 5, 5)]
-RANKS = [(1,), (4,), (3, 1), (4, 9, 2)]
-# Largest relative error against fp64, by what the weight is stored as: half a unit in the last place, and a little.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
 def case(shape: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype, seed: int = 0):
@@ -47,18 +40,6 @@ def truth(pristine: torch.Tensor, terms: list[Term]) -> torch.Tensor:
 def merge_(request: pytest.FixtureRequest):
     """Every registered implementation; a new one is tested by being registered."""
     return load("lora_merge", "cpu", torch.float32, request.param.name)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_merge_is_the_formula(merge_, shape):
-    """Every implementation is W0 + sum c B A to within one rounding of the weight's dtype."""
-    for ranks, (dtype, tolerance), proven in itertools.product(RANKS, TOLERANCE.items(), (False, True)):
-        pristine, terms = case(shape, ranks, dtype)
-        weight = torch.zeros_like(pristine)
-        merge_(weight, pristine, terms, proven_finite=proven)
-        expected = truth(pristine, terms)
-        error = (weight.double() - expected).abs().max() / expected.abs().max()
-        assert float(error) <= tolerance, (ranks, dtype, proven)
 
 
 def test_a_proof_of_finiteness_changes_no_bit(merge_):
@@ -134,7 +115,7 @@ def test_concatenation_is_as_exact_as_the_definition():
     assert 0 < worst[concat] <= 2 * worst[reference]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, *TOLERANCE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_is_finite_is_isfinite(dtype):
     """The quick look finds what torch.isfinite finds, wherever in the tensor it is."""
     clean = torch.randn(37, 91).to(dtype)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fakes.engine import ALL_TERMS
 from fakes.virtual_engine import Virtual
 from plait_serving.diffusion.admission import ImageLimits, check_numbers, nearest_size
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.values import Tenant
 from support.engine import request
 
 SIZES = ("64x32", "32x32-48x96")
@@ -33,8 +30,6 @@ def test_another_size_is_refused_by_those_that_are_allowed(size, nearest):
         check_numbers(asked, ImageLimits(sizes=SIZES), ALL_TERMS)
     assert refused.value.param == "size"
     assert nearest_size(*size, SIZES) == nearest
-    warm_up = replace(asked, tenant=Tenant(name=""))
-    check_numbers(warm_up, ImageLimits(sizes=SIZES), ALL_TERMS)  # which is plait's own, as small as can be
 
 
 def test_what_requests_without_a_size_get_is_one_that_the_model_makes():

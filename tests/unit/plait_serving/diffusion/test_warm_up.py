@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from plait_serving.diffusion.assemble import warm_up
+from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.assemble import EngineSettings, build_engine, warm_up
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from support.families import opened
@@ -40,3 +41,14 @@ def test_a_controlnet_that_is_not_up_yet_does_not_stop_the_warm_up(tiny_sd_folde
 
     warm_up(engine(tiny_sd_folder, generate, {"edges": Mock(), "colors": Mock()}))
     assert names == ["edges", "colors"] * 2
+
+
+def test_a_warm_up_is_made_whatever_requests_may_ask_for(tiny_sd_folder, tiny_sd_controlnets):
+    """Also where clients may use no ControlNet, short prompts only, or none of the sizes that a warm-up has."""
+    limits = ImageLimits(sizes=("8x8",), max_edge_px=8, max_controlnets=0, max_prompt_tokens=1)
+    nets = {"edges": tiny_sd_controlnets[0]}
+    built = build_engine(EngineSettings(model=tiny_sd_folder, controlnets=nets, limits=limits, converts=False))
+    try:
+        assert warm_up(built) > 0
+    finally:
+        built.stop(drain_s=0)

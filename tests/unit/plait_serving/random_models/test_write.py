@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import check_controlnet, load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.config import kind_of_config
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
@@ -117,7 +118,8 @@ def test_a_controlnet_has_residuals_that_depend_on_the_image(family, tmp_path):
     folder = write(family, tmp_path / "net")
     base = write(FamilyName.SD15 if family is FamilyName.SD15_CONTROLNET else FamilyName.SDXL, tmp_path / "base")
     config = json.loads((base / "unet/config.json").read_text())
-    assert isinstance(load_controlnet(folder, base=config, vae_factor=8), ControlNetModel)
+    check_controlnet(folder, base=config, vae_factor=8)
+    assert isinstance(load_controlnet(folder), ControlNetModel)
     net = ControlNetModel.from_pretrained(folder, local_files_only=True)
     rng = torch.Generator().manual_seed(1)
     width = net.config.cross_attention_dim
@@ -252,6 +254,13 @@ def test_an_interrupted_run_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_model(scaled_down(FamilyName.SD15), tmp_path / "model", seed=0, dtype=DtypeName.FLOAT16, report=interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_no_hindrance(tmp_path):
+    """In a container the next one has its process id."""
+    (tmp_path / f".model.{os.getpid()}.partial" / "unet").mkdir(parents=True)
+    write(FamilyName.SD15, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_progress_counts_bytes_to_the_end(tmp_path):

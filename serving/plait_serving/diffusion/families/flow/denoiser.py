@@ -40,6 +40,12 @@ class FlowDenoiser(ABC):
     of a guidance by two rows (`scale_of`).
     """
 
+    settled = True
+    """Nothing is compiled."""
+    safety: SafetyChecker | None = None
+    """These models have none."""
+    inpaints = False
+
     def __init__(
         self,
         bundle: FlowBundle,
@@ -67,21 +73,6 @@ class FlowDenoiser(ABC):
         self._is_exact = is_exact
         self._attention = FasterAttention() if pays(bundle.device, bundle.dtype) else None
         self._factors = FactorStore(_COMPONENT, adapted, dtype=bundle.dtype, device=bundle.device)
-
-    @property
-    def settled(self) -> bool:
-        """Always: nothing is compiled."""
-        return True
-
-    @property
-    def safety(self) -> SafetyChecker | None:
-        """None: these models have none."""
-        return None
-
-    @property
-    def inpaints(self) -> bool:
-        """Whether every call needs a mask: no."""
-        return False
 
     def takes(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether LoRA files can be inputs of a step; otherwise they are merged into the weights."""

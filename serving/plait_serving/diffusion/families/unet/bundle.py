@@ -61,6 +61,7 @@ class Bundle:
     height: int
     vae_factor: int
     dtype: torch.dtype
+    vae_dtype: torch.dtype
     device: torch.device
     weights_bytes: int
 
@@ -70,20 +71,9 @@ class Bundle:
         return int(self.config["out_channels"])
 
     @property
-    def extra_channels(self) -> int:
-        """The number of channels that the UNet takes beside a latent: an inpainting UNet's mask and masked image."""
-        return int(self.config["in_channels"]) - self.latent_channels
-
-    @property
     def inpaints(self) -> bool:
-        """Whether it is an inpainting UNet."""
-        return self.extra_channels > 0
-
-    @property
-    def vae_dtype(self) -> torch.dtype:
-        """The dtype that the VAE computes in: float32 where float16 would overflow."""
-        overflows = self.kind is UNetKind.SDXL and _overflows(cast("Any", self.vae).config, self.dtype)
-        return torch.float32 if overflows else self.dtype
+        """Whether the UNet takes more channels than a latent has: a mask and the masked image."""
+        return int(self.config["in_channels"]) > self.latent_channels
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -107,8 +97,7 @@ class Bundle:
         The decoder's last level has full size and twice the channels of the configuration's first, about four times
         over: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32.
         """
-        config = cast("Any", self.vae).config
-        return _decoding_bytes_per_pixel(config, cast("Any", self.vae).dtype)
+        return _decoding_bytes_per_pixel(cast("Any", self.vae).config, self.vae_dtype)
 
     @property
     def min_whole_edge(self) -> int:
@@ -138,7 +127,8 @@ def load_bundle(
     """
     index, unet_config, vae_config = _configs(folder)
     kind = kind_of_config(unet_config)
-    vae_dtype = torch.float32 if kind is UNetKind.SDXL and _overflows(vae_config, dtype) else dtype
+    overflows = kind is UNetKind.SDXL and dtype is torch.float16 and vae_config.get("force_upcast", True)
+    vae_dtype = torch.float32 if overflows else dtype
     target = torch.device(device)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     height, width = _native_size(unet_config, factor)
@@ -176,6 +166,7 @@ def load_bundle(
         height=height,
         vae_factor=factor,
         dtype=dtype,
+        vae_dtype=vae_dtype,
         device=target,
         weights_bytes=need.weights_bytes,
     )
@@ -197,26 +188,16 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     return index, unet, vae
 
 
-def load_controlnet(
-    folder: Path,
-    *,
-    base: Mapping[str, Any] | None = None,
-    vae_factor: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> nn.Module:
-    """Load a ControlNet folder and check it against `base` (a UNet's configuration) and `vae_factor` if given.
-
-    Raises `ModelError`.
-    """
-    check_controlnet(folder, base=base, vae_factor=vae_factor)
+def load_controlnet(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
+    """Load a ControlNet's folder, which was checked. Raises `ModelError`."""
     files, target = find_weights(folder), torch.device(device)
     check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
     return load_module(ControlNetModel, files, dtype, target)
 
 
 def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
-    """Raise `ModelError` for a ControlNet's folder that cannot run or does not fit the base model."""
+    """Raise `ModelError` for a ControlNet's folder that cannot run, or does not fit `base` (a UNet's configuration) and
+    `vae_factor` if given."""
     if folder.is_file():
         raise ModelError(f"{folder}: {SINGLE_CONTROLNET}")
     if not folder.is_dir():
@@ -316,10 +297,6 @@ def _checker_kind() -> Any:
 def _scheduler_config(folder: Path, index: Mapping[str, Any], kind: UNetKind) -> SchedulerConfig:
     written = read_json(folder / "scheduler" / "scheduler_config.json")
     return scheduler_config(folder, written, index.get("scheduler"), kind)
-
-
-def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    return dtype is torch.float16 and bool(vae_config.get("force_upcast", True))
 
 
 def _decoding_bytes_per_pixel(vae_config: Mapping[str, Any], dtype: torch.dtype) -> int:

@@ -29,7 +29,6 @@ from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.unet.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
 from plait_serving.diffusion.families.unet.computations import ControlNetTrunk, controlnet_computation
-from plait_serving.diffusion.families.unet.config import check_controlnet_config
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
@@ -55,19 +54,17 @@ class ControlNetModelRunner:
     def __init__(
         self, model: ControlNetModel, *, dtype: torch.dtype | None = None, weights: ResidentWeights | None = None
     ) -> None:
-        """Take a loaded model in its final place. Raises `ModelError` if it is of an unsupported kind.
+        """Take a loaded model in its final place.
 
         `dtype` is what it computes in; None: its parameters'. `weights` brings them into memory when torch is to run
         it; None: they are there.
         """
-        path = Path(model.config.get("_name_or_path") or "the ControlNet")
-        check_controlnet_config(model.config, path, base=None, vae_factor=None)
         # Asked once: each question walks all modules, and a step asks eight times.
         self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
-        self._model = model.eval().requires_grad_(requires_grad=False)
-        self._fusion: Fusion | None = fuse_(self._model) if is_gpu(self.device) else None
-        self._headless = _without_image_encoder(self._model)
+        self.model: ControlNetModel = model.eval().requires_grad_(requires_grad=False)
+        self._fusion: Fusion | None = fuse_(self.model) if is_gpu(self.device) else None
+        self._headless = _without_image_encoder(self.model)
         self._program: PreparedProgram | None = None
         self._weights = weights
         self._lock = threading.Lock()
@@ -76,11 +73,6 @@ class ControlNetModelRunner:
         self._preprocess = VaeImageProcessor(
             vae_scale_factor=factor, do_convert_rgb=True, do_normalize=False
         ).preprocess
-
-    @property
-    def model(self) -> ControlNetModel:
-        """The model itself."""
-        return self._model
 
     def computation(self) -> Computation:
         """Return what an executor prepares; its weights must be in memory."""
@@ -115,7 +107,7 @@ class ControlNetModelRunner:
         pixels = pixels.contiguous().to(device=self.device, dtype=self.dtype)
         if self._flip_channels:
             pixels = torch.flip(pixels, dims=[1])
-        return self._model.controlnet_cond_embedding(pixels)  # type: ignore[no-any-return]
+        return self.model.controlnet_cond_embedding(pixels)  # type: ignore[no-any-return]
 
     def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
         """Return what a request's steps share, on the model's device. Raises `RequestError`, `ModelError`."""
@@ -227,7 +219,7 @@ class ControlNetModelRunner:
         return rows.reshape(-1, 1, 1, 1).to(self.device)
 
     def _check_text(self, conditioning: Conditioning) -> None:
-        config = self._model.config
+        config = self.model.config
         if conditioning.text.shape[-1] != config.cross_attention_dim:
             width = conditioning.text.shape[-1]
             raise ModelError(

@@ -68,11 +68,7 @@ class ControlQuestions:
             raise
         return questions
 
-    def answers(self) -> list[Residuals | EngineError | None]:
-        """Wait; return per request the sum in list order, the first error, or None where no ControlNet acts."""
-        return [_combine(parts) for parts in self.parts()]
-
-    def parts(self) -> list[list[Residuals | EngineError | None]]:
+    def answers(self) -> list[list[Residuals | EngineError | None]]:
         """Wait; return per request what each of its ControlNets answered, in list order."""
         found: list[list[Residuals | EngineError | None]] = [[None] * length for length in self._lengths]
         waiting = list(self._asked)
@@ -106,20 +102,3 @@ def _drain(asked: Sequence[_PendingQuestions]) -> None:
         if one.pending is not None:
             with suppress(Exception):
                 one.pending.wait()
-
-
-def _combine(answers: Sequence[Residuals | EngineError | None]) -> Residuals | EngineError | None:
-    """Sum the residuals of all ControlNets, in diffusers' order: they are summed first, then added to the skips."""
-    total: Residuals | None = None
-    for answer in answers:
-        assert answer is not None
-        if isinstance(answer, EngineError):
-            return answer
-        total = answer if total is None else _sum(total, answer)
-    return total
-
-
-def _sum(first: Residuals, second: Residuals) -> Residuals:
-    return Residuals(
-        down=tuple(a + b for a, b in zip(first.down, second.down, strict=True)), mid=first.mid + second.mid
-    )

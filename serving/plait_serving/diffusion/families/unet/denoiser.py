@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from plait_serving.diffusion.families.unet.halves import (
     decoder_half,
     encoder_half,
     needs_forward_size,
+    summed,
     time_embedding,
 )
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
@@ -202,10 +203,7 @@ class UNetDenoiser:
         except BaseException:
             questions.abandon()
             raise
-        if fused:
-            errors = [_apply_all(half, layout, k, parts) for k, parts in enumerate(questions.parts())]
-        else:
-            errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
+        errors = [_apply(half, layout, k, parts, fused=fused) for k, parts in enumerate(questions.answers())]
         with self._threads(compiled):
             return guided_outputs(
                 decode(),
@@ -226,10 +224,11 @@ class UNetDenoiser:
             if compiled is not None:
                 first, second = self._factors.of([call.loras for call in calls], layout)
                 half = compiled.encode(sample, embedding, text, first)
-                return half, partial(compiled.decode, half, second)
+                return half, functools.partial(compiled.decode, half, second)
             self._weights.take()
             half = encoder_half(self._unet, sample, embedding, text)
-            return half, partial(decoder_half, self._unet, half, forward_size=needs_forward_size(self._unet, sample))
+            forward_size = needs_forward_size(self._unet, sample)
+            return half, functools.partial(decoder_half, self._unet, half, forward_size=forward_size)
 
     def _threads(self, compiled: CompiledHalves | None) -> AbstractContextManager[None]:
         """Return what surrounds the work on halves: programs of another library have the cores to themselves."""
@@ -257,33 +256,19 @@ class UNetDenoiser:
 
 
 def _apply(
-    half: EncoderOutput, layout: BatchLayout, k: int, answer: Residuals | EngineError | None
+    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError | None], *, fused: bool
 ) -> EngineError | None:
-    """Add request k's residuals to its rows; return its error if there is one."""
-    if answer is None or isinstance(answer, EngineError):
-        return answer
-    if not half.fits(answer, layout.counts[k] * layout.branches[k]):
-        return _unfit()
-    half.add(layout.rows(k), answer)
-    return None
-
-
-def _apply_all(
-    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError | None]
-) -> EngineError | None:
-    """Add what request k's ControlNets answered to its rows at once; return the first error if there is one."""
+    """Add what request k's ControlNets answered to its rows; return the first error if there is one."""
     found: list[Residuals] = []
     for part in parts:
         if isinstance(part, EngineError):
             return part
         assert part is not None
         if not half.fits(part, layout.counts[k] * layout.branches[k]):
-            return _unfit()
+            return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
         found.append(part)
-    if found:
+    if found and fused:
         half.add_all(layout.rows(k), found)
+    elif found:
+        half.add(layout.rows(k), functools.reduce(summed, found))  # in diffusers' order: they are summed first
     return None
-
-
-def _unfit() -> ModelError:
-    return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")

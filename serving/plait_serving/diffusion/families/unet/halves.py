@@ -56,6 +56,11 @@ class EncoderOutput:
         return wanted == [tuple(residual.shape) for residual in (*residuals.down, residuals.mid)]
 
 
+def summed(one: Residuals, other: Residuals) -> Residuals:
+    """Return the sum of two ControlNets' residuals."""
+    return Residuals(down=tuple(a + b for a, b in zip(one.down, other.down, strict=True)), mid=one.mid + other.mid)
+
+
 def _adjacent(rows: Sequence[slice]) -> list[slice]:
     """Join slices that follow each other: a request alone in its batch has all rows."""
     joined: list[slice] = []

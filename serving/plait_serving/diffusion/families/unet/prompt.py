@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.encoders import EncodedText, TextEncoding
@@ -41,15 +40,14 @@ class PromptEncoder:
         self,
         bundle: Bundle,
         *,
-        weights_version: Callable[[], Hashable] | None = None,
+        weights_version: Callable[[], Hashable] = lambda: (),
         tokens: PromptTokens | None = None,
     ) -> None:
         """Take the bundle. `weights_version` tells what is in the text encoders: what was encoded with it is remembered
-        until it is there again; by default torch's own count of writes. `tokens`: those of the bundle's tokenizers, if
-        others use these as well."""
+        until it is there again. `tokens`: those of the bundle's tokenizers, if others use these as well."""
         self._bundle = bundle
         self._is_xl = bundle.kind is UNetKind.SDXL
-        self._version = weights_version or parameter_version(*bundle.text_encoders)
+        self._version = weights_version
         self._known: Kept[EncodedText] = Kept(_REMEMBERED, sys.maxsize)
         self.tokens = PromptTokens(bundle.tokenizers) if tokens is None else tokens
 
@@ -173,14 +171,3 @@ def _padding_mask(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:
 def _zeros_like(text: EncodedText) -> EncodedText:
     pooled = None if text.pooled is None else torch.zeros_like(text.pooled)
     return EncodedText(hidden=torch.zeros_like(text.hidden), pooled=pooled)
-
-
-def parameter_version(*modules: nn.Module) -> Callable[[], int]:
-    """Return a function that returns a number which grows with every in-place write to a parameter, except writes
-    through `.data`.
-
-    The returned function raises RuntimeError if a parameter was made in inference mode: such tensors do not count
-    writes.
-    """
-    tensors = [parameter for module in modules for parameter in module.parameters()]
-    return lambda: sum(tensor._version for tensor in tensors)

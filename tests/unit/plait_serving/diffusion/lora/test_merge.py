@@ -191,17 +191,12 @@ def test_pristine_copies_are_kept_only_of_touched_weights(bench):
     assert bench.merger.statistics().pristine_bytes == (10 * 6 + 7 * 5 + 4 * 3 * 9) * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torch_counts_every_write(tmp_path, dtype):
-    """Caches keyed on the tensors' own version counters go stale too, also for writes in inference mode."""
-    bench = Bench(tmp_path, dtype)
-    written = [getattr(bench.model, name).weight for name in ("lin", "point", "conv")]
+def test_pristine_copies_that_inference_mode_made_serve_outside_of_it(bench):
+    """The thread that computes is in it, others are not."""
     with torch.inference_mode():
-        for scales in ({"a": 1.0}, {"a": 2.0}, {}):
-            before = [weight._version for weight in written]
-            bench.switch(**scales)
-            assert all(weight._version > old for weight, old in zip(written, before, strict=True))
-    bench.switch(a=1.0)  # pristine copies that inference mode made serve outside of it
+        bench.switch(a=1.0)
+        bench.switch(a=2.0)
+    bench.switch(a=1.0)
     bench.switch()
     assert_same(bench.now(), bench.before)
 

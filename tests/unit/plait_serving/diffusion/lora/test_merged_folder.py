@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -109,6 +112,17 @@ def test_everything_else_is_copied_and_diffusers_loads_it(base, tmp_path):
     StableDiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
     with safe_open(tmp_path / "out" / UNET, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_an_index_that_names_what_is_outside_takes_nothing_there(base, tmp_path):
+    """The folder that was asked for is all that is written."""
+    source = shutil.copytree(base, tmp_path / "given" / "source")
+    (source.parent / "beside").mkdir()
+    index = json.loads((source / "model_index.json").read_text(encoding="utf-8"))
+    text = json.dumps({**index, "../beside": ["diffusers", "AutoencoderKL"]})
+    (source / "model_index.json").write_text(text, encoding="utf-8")
+    write_merged(source, [lora(base, tmp_path)], tmp_path / "made" / "out")
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
 
 
 def test_of_sdxl_both_text_encoders(tmp_path):

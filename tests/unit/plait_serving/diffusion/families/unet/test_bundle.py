@@ -59,15 +59,6 @@ def test_an_sdxl_folder(tiny_sdxl_folder):
     assert (bundle.unet.dtype, bundle.vae.dtype) == (torch.float16, torch.float32)
 
 
-def test_float16_files_are_upcast(folder):
-    """A folder stored in float16 loads as float32 by default."""
-    stored = {key: value.half() for key, value in load_file(folder / WEIGHTS).items()}
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    unet = load_bundle(folder).unet
-    assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}
-    assert torch.equal(unet.conv_in.weight, stored["conv_in.weight"].float())
-
-
 def test_a_folder_with_only_a_variant_loads(folder):
     """`*.fp16.safetensors` is taken where there is no plain file."""
     (folder / WEIGHTS).rename(folder / "unet" / "diffusion_pytorch_model.fp16.safetensors")
@@ -222,14 +213,14 @@ def test_a_scheduler_that_diffusers_does_not_know_is_named(folder):
 def test_a_controlnet_for_the_base_loads(tiny_sdxl_folder, tiny_sdxl_controlnets):
     """It fits the base it was made for."""
     base = load_bundle(tiny_sdxl_folder)
-    net = load_controlnet(tiny_sdxl_controlnets[0], base=base.config, vae_factor=base.vae_factor)
-    assert not net.training
+    check_controlnet(tiny_sdxl_controlnets[0], base=base.config, vae_factor=base.vae_factor)
+    assert not load_controlnet(tiny_sdxl_controlnets[0]).training
 
 
 def test_a_controlnet_for_another_base_is_refused(tiny_sd_folder, tiny_sdxl_controlnets):
     """The error says what does not fit."""
     with pytest.raises(ModelError, match="another base model"):
-        load_controlnet(tiny_sdxl_controlnets[0], base=load_bundle(tiny_sd_folder).config)
+        check_controlnet(tiny_sdxl_controlnets[0], base=load_bundle(tiny_sd_folder).config)
 
 
 def test_a_controlnet_in_one_file_is_called_that(tmp_path, tiny_sd_controlnets):
@@ -252,6 +243,8 @@ def test_a_controlnet_in_one_file_is_called_that(tmp_path, tiny_sd_controlnets):
         ({"global_pool_conditions": True}, "global_pool_conditions"),
         ({"conditioning_embedding_out_channels": [16, 32, 96]}, "shrinks control images by 4"),
         ({"class_embed_type": "timestep"}, "class conditioning"),
+        ({"conditioning_channels": 1}, "reads 1"),
+        ({"addition_embed_type": "image"}, "addition_embed_type"),
     ],
 )
 def test_controlnets_that_can_not_run_are_refused(tiny_sd_controlnets, changes, reason):

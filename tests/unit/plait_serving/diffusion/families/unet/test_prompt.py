@@ -128,25 +128,9 @@ def calls(case):
         hook.remove()
 
 
-def test_what_is_remembered_follows_the_weights(case, calls):
-    """A chunk is encoded once while the text encoders stay, and anew after a merge wrote into one. The newest are
-    remembered."""
-    bundle, _, _ = case
-    encoder = PromptEncoder(bundle)
-    first = encoder.prepare(make_request(prompt="a cat"))
-    made = len(calls)
-    assert torch.equal(encoder.prepare(make_request(prompt="a cat")).text, first.text)
-    assert len(calls) == made
-    weight = next(
-        p for name, p in bundle.text_encoders[0].named_parameters() if name.endswith("0.self_attn.q_proj.weight")
-    )
-    pristine = weight.detach().clone()
-    with torch.inference_mode():
-        weight.detach().copy_(pristine * 9.0)
-    changed = encoder.prepare(make_request(prompt="a cat"))
-    weight.copy_(pristine)
-    assert not torch.equal(changed.text, first.text)
-    assert torch.equal(encoder.prepare(make_request(prompt="a cat")).text, first.text)
+def test_the_newest_chunks_are_remembered(case, calls):
+    """So many calls of text encoders."""
+    bundle, encoder, _ = case
     encoders = len(bundle.text_encoders)
     asked = [make_request(prompt=f"cat {i}", guidance_scale=1.0) for i in range(128 // encoders + 1)]
     for one in asked:
