@@ -167,7 +167,7 @@ def _output(data: Any, known: Mapping[str, str]) -> tuple[str, Ref]:
     if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
         raise BadProgram(f"outputs: {str(data)[:60]} is not a pair of names")
     name, value = data
-    if not 0 < len(name) <= _NAME_CHARACTERS or not name.isprintable():
+    if not 0 < len(name) <= _NAME_CHARACTERS or not name.isprintable() or ";" in name:  # it stands between names
         raise BadProgram(f"outputs: {name[:60]!r} is not a name")
     if known.get(value, "int") == "int":
         raise BadProgram(f"outputs: {name} is {value[:60]!r}, which is no tensor of the program")

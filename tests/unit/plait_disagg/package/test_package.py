@@ -17,9 +17,11 @@ from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
-from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write_package
+from plait_disagg.messages.layout import layouts_of
+from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write, write_package
 from plait_disagg.package.halves import CompiledSparse
 from plait_disagg.tables.fused import FusedTables
+from plait_fabric import MessageLimits
 
 INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item", "item"), Bag("genres", "item"), Dense("year", "item"))
 ITEMS, GENRES = 40, 12
@@ -44,6 +46,17 @@ def model() -> Model:
     """Seeded, in evaluation mode."""
     torch.manual_seed(3)
     return Model().eval()
+
+
+def named(output: str) -> nn.Module:
+    """The model with another name for its scores."""
+
+    class Named(Model):
+        def forward(self, age, liked, liked_offsets, item, genres, genres_offsets, year):
+            made = super().forward(age, liked, liked_offsets, item, genres, genres_offsets, year)
+            return {output: made["scores"]}
+
+    return Named().eval()
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +164,12 @@ class TestRoundTrip:
         assert card.outputs == {"scores": ()}
         assert card.id_rows == {"liked": GENRES, "genres": GENRES, "item": ITEMS}
 
+    def test_an_output_may_have_any_name(self, tmp_path):
+        """Workers tell each other of it, whatever is in it."""
+        write_package(tmp_path / "p", named("P(click | item), %"), INPUTS, name="p")
+        (output,) = layouts_of(open_package(tmp_path / "p").card()).outputs.parts
+        assert output.name == "P(click | item), %"
+
     def test_ids_that_a_table_takes_in_are_not_refused_before(self, tmp_path):
         """With the policy clip an id beyond the table is the last row."""
         options = PackageOptions(out_of_range={"items": "clip"})
@@ -195,15 +214,19 @@ class TestRefusals:
         with pytest.raises(PackageError, match=r"items has a number that is NaN"):
             write_package(tmp_path / "a", spoilt, INPUTS, name="a")
 
-        class Nameless(Model):
-            def forward(self, age, liked, liked_offsets, item, genres, genres_offsets, year):
-                found = super().forward(age, liked, liked_offsets, item, genres, genres_offsets, year)
-                return {"": found["scores"]}
-
         with pytest.raises(PackageError, match="outputs: '' is not a name"):
-            write_package(tmp_path / "a", Nameless().eval(), INPUTS, name="a")
+            write_package(tmp_path / "a", named(""), INPUTS, name="a")
+        with pytest.raises(PackageError, match="outputs: 'a;b' is not a name"):
+            write_package(tmp_path / "a", named("a;b"), INPUTS, name="a")
         with pytest.raises(PackageError, match=r"the version '../x' must match"):
             write_package(tmp_path / "a", model(), INPUTS, name="a", options=PackageOptions(version="../x"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_model_that_workers_could_not_tell_each_other_of_is_not_packaged(self, tmp_path, monkeypatch):
+        """What they greet with has a header's size: hundreds of inputs with long names are too many."""
+        monkeypatch.setattr(write, "MessageLimits", partial(MessageLimits, header_bytes=500))
+        with pytest.raises(PackageError, match=r"with 5 inputs: 5\d\d header bytes are over .* can be one input"):
+            write_package(tmp_path / "p", model(), INPUTS, name="p")
         assert list(tmp_path.iterdir()) == []
 
     def test_an_unknown_cutter_is_named(self, tmp_path):
