@@ -324,6 +324,7 @@ class TestItems:
             ({"item": torch.zeros(4, dtype=torch.int64)}, "disagree"),
             ({"year": torch.zeros(5, 2)}, "year has rows of shape"),
             ({"year": torch.zeros(5, 1, dtype=torch.float64)}, "year is torch.float64"),
+            ({"year": torch.zeros(5, 1).numpy()}, "year is ndarray, not a torch.Tensor"),
             ({"genres_offsets": torch.tensor([0, 3, 1, 9, 9, 9])}, "genres_offsets must go from 0"),
         ],
     )
@@ -415,6 +416,18 @@ class TestItems:
         write_package(tmp_path / "p", model(), INPUTS, name="p", items=Items(features=beyond), options=options)
 
     def test_every_item_has_a_name_or_none_has(self):
-        """A list of another length would name the wrong items."""
-        with pytest.raises(ValueError, match="2 names for 5 items"):
-            StoredItems(Items(features=features(), names=["a", "b"]), INPUTS)
+        """A list of another length would name the wrong items, and a number is no name."""
+        for names, says in ((["a", "b"], "2 names for 5 items"), ([*"abcd", 5], "the name of item 4 is 5, not a text")):
+            with pytest.raises(ValueError, match=says):
+                StoredItems(Items(features=features(), names=names), INPUTS)
+
+    def test_a_bag_that_is_too_long_is_told_as_such(self):
+        """With the item and the bound that its input declares."""
+        bags = {"tags": torch.zeros(6, dtype=torch.int64), "tags_offsets": torch.tensor([0, 1, 6])}
+        assert len(StoredItems(Items(features=bags), [Bag("tags", largest=5)])) == 2
+        with pytest.raises(ValueError, match="item 1 has 5 ids in tags; this input takes at most 4"):
+            StoredItems(Items(features=bags), [Bag("tags", largest=4)])
+
+    def test_a_shape_may_be_a_list(self):
+        """As it may where nothing is known of the items."""
+        assert len(StoredItems(Items(features={"parts": torch.zeros(3, 2).long()}), [Ids("parts", shape=[2])])) == 3

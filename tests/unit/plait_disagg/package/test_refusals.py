@@ -268,6 +268,13 @@ def test_a_shape_that_is_none_is_refused_by_the_inputs_name():
             check_inputs([Dense("a", shape=shape)])
 
 
+def test_a_declaration_of_another_kind_is_refused_by_the_inputs_name():
+    """A name that is none, a bound that is none."""
+    for item, said in ((Dense(5), "input 5: a name must match"), (Bag("b", largest="5"), "input b: largest must be")):
+        with pytest.raises(ValueError, match=said):
+            check_inputs([item])
+
+
 def test_a_program_whose_rows_see_each_other_fails_the_differential_check():
     """Were a rule wrong, the same candidates in another order would still have to get the same scores."""
     module, inputs = nn.Linear(3, 1).eval(), (Dense("input", shape=(3,)),)
