@@ -117,6 +117,10 @@ def pack_tables(
 
 
 def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> TableSet:
+    for chosen in (formats, out_of_range):
+        unknown = [] if isinstance(chosen, str) else sorted(chosen.keys() - tables.keys())
+        if unknown:
+            raise ValueError(f"table {unknown[0]}: there is none; the tables are {', '.join(tables)}")
     """Map a file of tables, reading only its header.
 
     See `container.map_container` for `copy_on_write`, `ahead` and what must not be done to the file. Raises
@@ -151,7 +155,7 @@ def _records(
         policy: OutOfRange = _choice(out_of_range, name, get_args(OutOfRange))
         records[name] = (Table(name=name, rows=shape[0], dim=shape[1], out_of_range=policy), row_format)
     if not records:
-        raise ValueError("there are no tables")
+        raise ValueError("there are no tables: the model looks nothing up")
     return records
 
 

@@ -295,3 +295,5 @@ def test_unknown_words_are_refused(policy: OutOfRange, tmp_path: Path):
     with pytest.raises(ValueError, match="none of float32, float16, int8"):
         write_tables(tmp_path / "x", WEIGHTS, formats={"t0": "int4"})  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="table tO: there is none; the tables are t0, t1, t2, t3, t4"):
+        write_tables(tmp_path / "x", WEIGHTS, formats={"tO": "int8"})
