@@ -61,6 +61,19 @@ def test_a_decision_by_the_data_says_what_to_write():
     assert "test_refusals.py" in said.where
 
 
+def test_operators_in_a_with_say_to_leave_it_out():
+    """torch.export puts them into a graph of their own."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            made = x @ x.new_ones(3, 2)
+        return made.float().sum(1)
+
+    said = str(refusal(forward, (Dense("x", shape=(3,)),)))
+    assert "wrap_with_autocast: operators in a `with` of torch.autocast" in said
+    assert "made = x @ x.new_ones(3, 2)" in said
+
+
 def test_bags_joined_into_one_say_how_to_look_them_up():
     """As a KeyedJaggedTensor holds them; given its parts by key, it does not join them."""
 
