@@ -1,1 +1,1 @@
-"""Disaggregated serving: fabric, graph cut, embedding tables, workers and simulator."""
+"""Disaggregated serving: graph cut, embedding tables, packages, queues and workers."""

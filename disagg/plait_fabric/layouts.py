@@ -7,10 +7,10 @@ the layout of what they said in their greetings, where it is written as::
 
     f4:u:1:age;f4:i:16:emb_3;i8:f::genres
 
-which is `code:rows:tail:name` of each tensor. Codes: `i8 i4 f8 f4 b1 u1` as in numpy; `h2` a float16; `f2` a float32
-that travels as float16; `q1` a float32 that travels as one byte per number with float32 scale and bias per row
-(Fused8BitRowwise of PyTorch: D + 8 bytes per row). Rows: `u` one per user, `i` one per candidate, `U` and `I` one more
-(offsets), `f` as given in the message. Tail: the shape without its first dimension.
+which is `code:rows:tail:name` of each tensor. Codes: `i8 i4 i2 i1 f8 f4 b1 u1` as in numpy; `h2` a float16; `g2` a
+bfloat16; `f2` a float32 that travels as float16; `q1` a float32 that travels as one byte per number with float32 scale
+and bias per row (Fused8BitRowwise of PyTorch: D + 8 bytes per row). Rows: `u` one per user, `i` one per candidate, `U`
+and `I` one more (offsets), `f` as given in the message. Tail: the shape without its first dimension.
 
 What follows from the numbers of rows is worked out once, not for each message. A bounded number of that is kept, and
 what a peer says is checked before it is used.
@@ -36,10 +36,13 @@ from plait_fabric.tensors import bytes_of
 _DTYPES: dict[str, torch.dtype] = {
     "i8": torch.int64,
     "i4": torch.int32,
+    "i2": torch.int16,
+    "i1": torch.int8,
     "f8": torch.float64,
     "f4": torch.float32,
     "f2": torch.float16,
     "h2": torch.float16,
+    "g2": torch.bfloat16,
     "b1": torch.bool,
     "u1": torch.uint8,
     "q1": torch.uint8,
@@ -50,7 +53,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items() if code not in _NARROWE
 _SCALE_BYTES = 8
 _ROWS = ("u", "i", "U", "I")
 
-_NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
+_NAME = re.compile(r"[^;]{1,200}")
 MAX_LAYOUT_CHARS = 60_000
 _MAX_SIZE = 1 << 24
 _LEASE_FROM_BYTES = 32_768
@@ -168,7 +171,7 @@ def _parse_part(entry: str) -> Part:
         raise LayoutError(f"{entry[:100]!r} is not code:rows:tail:name")
     code, rows, tail_text, name = fields
     sizes = tail_text.split(",") if tail_text else []
-    if code not in _DTYPES or rows not in (*_ROWS, "f") or not _NAME.match(name) or len(sizes) > 8:
+    if code not in _DTYPES or rows not in (*_ROWS, "f") or not _NAME.fullmatch(name) or len(sizes) > 8:
         raise LayoutError(f"{entry[:100]!r} is not code:rows:tail:name")
     if not all(size.isascii() and size.isdigit() and len(size) <= 8 for size in sizes):
         raise LayoutError(f"{entry[:100]!r} has a tail that is no shape")

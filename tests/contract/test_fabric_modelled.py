@@ -92,9 +92,9 @@ def test_virtual_time_is_exact(nbytes: int) -> None:
         client.send({}, [bytes(nbytes)])
         with server.recv(WAIT_S) as message:
             server.send({}, message.buffers)
-        client.recv(WAIT_S).release()
+        with client.recv(WAIT_S) as message:
+            assert not message.delivery.host_slower
     assert clock.now_s() == pytest.approx(200 * LINK.one_way_s(nbytes), rel=1e-9)
-    assert client.link_statistics().host_slower == 0
 
 
 def test_work_in_virtual_time_adds_up() -> None:
@@ -157,7 +157,7 @@ class _WatchedClock(MonotonicClock):
 
 
 def test_a_host_that_is_slower_says_so() -> None:
-    """No host of ours crosses a thread in 0.8 us: the message says modelled, late, and the channel counts it."""
+    """No host of ours crosses a thread in 0.8 us: the message says modelled, and late."""
     one, other = pair()
     clock = _WatchedClock()
     with modelled(one, LINK) as client, modelled(other, LINK, clock=clock) as server, ThreadPoolExecutor(1) as threads:
@@ -167,8 +167,7 @@ def test_a_host_that_is_slower_says_so() -> None:
         message = waiting.result(WAIT_S)
         assert (message.delivery.kind, message.delivery.link) == ("modelled", LINK.name)
         assert message.delivery.host_slower
-        assert server.link_statistics().host_slower == server.link_statistics().messages == 1
-        assert server.link_statistics().late_s == message.delivery.late_s > 0
+        assert message.delivery.late_s > 0
 
 
 def test_messages_of_plain_channels_are_measured() -> None:

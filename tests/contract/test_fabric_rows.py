@@ -20,14 +20,13 @@ from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.remote import RemoteShard
 from plait_disagg.tables.rows_wire import WIRE_VERSION
-from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import Lookup
 from plait_disagg.workers.shard import ShardWorker
 from plait_fabric import PeerLost, connect, listen
 from plait_fabric.rpc.fields import greeting
 from suites.fabric_channel import eventually
 from support.fabric_rows import SECRET, Replicas, merged, reach, shard, two_pieces, who
-from support.tables import held_by, make_ask, make_weights
+from support.tables import held_by, make_ask, make_weights, stored
 
 WEIGHTS = make_weights()
 ASKS = [make_ask("t0", "sum", [[1, 2], [], [6]], weighted=True), make_ask("t3", "rows", [[5, 60]])]
@@ -44,7 +43,7 @@ class _Gated(HeldPieces):
     """Pieces that answer when they may."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(pack_tables(WEIGHTS), two_pieces().of_shard(number))
+        super().__init__(stored(WEIGHTS), two_pieces().of_shard(number))
         self.asked, self.may_answer = threading.Event(), threading.Event()
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from plait_disagg.tables.protocols import BadId, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.values import OutOfRange
 from support.fabric_rows import merged, reach, shard
-from support.tables import MODES, Weights, asks, fused, make_ask, make_weights, mapped, separate, sharded
+from support.tables import MODES, Weights, asks, fused, make_ask, make_weights, separate, sharded
 
 _kept: dict[tuple[int, OutOfRange], Tables] = {}
 
@@ -34,7 +34,6 @@ Build = Callable[[Weights, OutOfRange, Path], Tables]
 BUILDS: dict[str, Build] = {
     "separate": separate,
     "fused": fused,
-    "mapped": mapped,
     "sharded whole": sharded(1, 2),
     "sharded in two": sharded(2, 2),
     "sharded in three": sharded(3, 2),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.graph.costs import HnModel, cut_problem
+from plait_disagg.graph.costs import cut_problem
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.execute import compile_program
@@ -20,7 +20,8 @@ from plait_disagg.graph.split import split
 from plait_disagg.graph.tile import tile
 from plait_disagg.graph.verify import run_halves
 from plait_disagg.models.configs import CONFIGS
-from support.graph import OneByOne, model, table_rows
+from plait_disagg.tables.reference import SeparateTables
+from support.graph import model, table_rows
 
 candidate_counts = st.sampled_from([1, 2, 3, 8, 17, 512]) | st.integers(1, 40)
 
@@ -33,9 +34,9 @@ def halves_of(name, exact, cutter):
     if not exact:
         program, constants = factor_linears(program, constants)
     cn_s = dict.fromkeys(reads(program), 1e-5)
-    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={}, hn=HnModel(floor_s=0.0))
+    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={})
     halves = split(program, CUTTERS[cutter].cut(problem))
-    tables = OneByOne(captured.tables)
+    tables = SeparateTables(captured.tables)
     return compile_program(halves.cn, constants, tables), compile_program(halves.hn, constants)
 
 
@@ -103,7 +104,7 @@ def test_the_compiled_program_equals_its_naive_twin(name, counts, exact):
     program = tile(captured.program, exact=exact)
     requests = [request_of(captured, count, index) for index, count in enumerate(counts)]
     batch = collate(captured.inputs, requests, counts)
-    tables = OneByOne(captured.tables)
+    tables = SeparateTables(captured.tables)
     values = run_reference(program, captured.constants, tables, batch)
     got = compile_program(program, captured.constants, tables)(batch)
     for output, ref in program.outputs:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.plan import LINE_BYTES, PIECE_BYTES, ShardPlan, cut_table, plan_shards
-from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import RowFormat, Table, row_bytes
-from support.tables import LocalShard, asks, held_by, joined, make_weights
+from support.tables import LocalShard, asks, held_by, joined, make_weights, stored
 
 
 @st.composite
@@ -151,5 +150,5 @@ def test_a_plan_answers_with_the_bits_of_one_process(
     wanted = data.draw(asks(weights))
     held = [LocalShard(one) for one in held_by(plan, weights, row_format)]
     values = joined(tables, plan, held, row_format).lookup(wanted)
-    twins = FusedTables(pack_tables(weights, formats=row_format)).lookup(wanted)
+    twins = FusedTables(stored(weights, formats=row_format)).lookup(wanted)
     assert all(torch.equal(value, twin) for value, twin in zip(values, twins, strict=True))

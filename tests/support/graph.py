@@ -1,52 +1,23 @@
-"""What the tests of graphs share: tables that look up one by one, captured models, random cut problems."""
+"""What the tests of graphs share: captured models, random cut problems and what a cut of them costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from plait_disagg.graph.capture import Captured, capture
-from plait_disagg.graph.cut import CutProblem
+from plait_disagg.graph.cut import CutProblem, check_cut, crossing_values
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Node, Port, Program, Ref
 from plait_disagg.models.configs import build
-from plait_disagg.tables.protocols import LookupRequest
 from support.graph_models import Small, Weighted, Zoo
 
 OWN = {"small": Small, "zoo": Zoo, "weighted": Weighted}
 
 SMALL_ROWS = 1e-5
 """Row scale of the published configurations in tests."""
-
-
-class OneByOne:
-    """`Tables` over plain tensors: every ask is one call of torch. Remembers how many asks each call had."""
-
-    def __init__(self, tables: Mapping[str, torch.Tensor]) -> None:
-        self.tables = tables
-        self.calls: list[int] = []
-
-    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """See `Tables.lookup`."""
-        self.calls.append(len(asks))
-        return [self._one(ask) for ask in asks]
-
-    def _one(self, ask: LookupRequest) -> torch.Tensor:
-        table = self.tables[ask.lookup.table]
-        if ask.lookup.mode == "rows":
-            return F.embedding(ask.ids, table)
-        return F.embedding_bag(
-            ask.ids,
-            table,
-            ask.offsets,
-            mode=ask.lookup.mode,
-            per_sample_weights=ask.weights,
-            include_last_offset=True,
-        )
 
 
 @cache
@@ -99,3 +70,16 @@ def cut_problems(draw: st.DrawFn) -> CutProblem:
         hn_s={node.name: draw(micros) * 1e-6 for node in nodes},
         link_bytes_per_s=1e6,
     )
+
+
+def crossing_bytes(problem: CutProblem, cn_nodes: frozenset[str]) -> int:
+    """The bytes that cross for one request."""
+    return sum(problem.value_bytes[name] for name in crossing_values(problem.program, cn_nodes))
+
+
+def cost_s(problem: CutProblem, cn_nodes: frozenset[str]) -> float:
+    """What one cut costs, as `graph.cut` says. Raises `BadCut` if it is not allowed."""
+    check_cut(problem.program, cn_nodes)
+    computing_s = sum(problem.cn_s[name] for name in cn_nodes)
+    computing_s += sum(problem.hn_s[name] for name in problem.hn_s.keys() - cn_nodes)
+    return computing_s + crossing_bytes(problem, cn_nodes) / problem.link_bytes_per_s

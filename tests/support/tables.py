@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from plait_disagg.tables.plan import ShardPlan, cut_table
 from plait_disagg.tables.protocols import LookupRequest, ShardTables, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.sharded import ShardedTables
-from plait_disagg.tables.storage import open_tables, pack_tables, write_tables
+from plait_disagg.tables.storage import TableSet, open_tables, write_tables
 from plait_disagg.tables.values import Lookup, Mode, OutOfRange, RowFormat, Table
 
 Weights = Mapping[str, torch.Tensor]
@@ -64,16 +66,16 @@ def separate(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables
     return SeparateTables(weights, out_of_range)
 
 
+def stored(weights: Weights, **options: Any) -> TableSet:
+    """Written to a file and mapped, as `write_tables` is told; the file itself is gone."""
+    with TemporaryDirectory() as folder:
+        write_tables(Path(folder) / "tables.safetensors", weights, **options)
+        return open_tables(Path(folder) / "tables.safetensors")
+
+
 def fused(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-    """In memory."""
-    return FusedTables(pack_tables(weights, out_of_range=out_of_range))
-
-
-def mapped(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-    """From a mapped file."""
-    path = folder / "tables.safetensors"
-    write_tables(path, weights, out_of_range=out_of_range)
-    return FusedTables(open_tables(path))
+    """In one process."""
+    return FusedTables(stored(weights, out_of_range=out_of_range))
 
 
 def sharded(
@@ -130,5 +132,5 @@ def deal(tables: Sequence[Table], parts: int, shards: int, *, pooled: bool = Tru
 
 def held_by(plan: ShardPlan, weights: Weights, row_format: RowFormat = "float32") -> list[HeldPieces]:
     """What each shard of a plan holds, in memory."""
-    stored = pack_tables(weights, formats=row_format)
-    return [HeldPieces(stored, plan.of_shard(shard)) for shard in range(plan.shards)]
+    tables = stored(weights, formats=row_format)
+    return [HeldPieces(tables, plan.of_shard(shard)) for shard in range(plan.shards)]

@@ -1,14 +1,13 @@
 """What the parts of a program cost: the bytes of every value and the seconds of every operator, measured by running it.
 
-The CN's seconds are always measured, on one thread. The HN's are measured if there is a device to measure on;
-otherwise they are *modelled* from the CN's by `HnModel`, and every number that depends on them is marked as such.
+The CN's seconds are measured, on one thread. The HN's are *modelled* from them (`hn_seconds`), and every number that
+depends on them is marked as such.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from math import prod
 from statistics import median
 from types import MappingProxyType
@@ -27,8 +26,7 @@ from plait_disagg.tables.protocols import Tables
 from plait_kernels.devices import synchronize
 
 LINK_BYTES_PER_S = 12.4e9
-"""The bandwidth of a 100 Gbit/s RDMA link in one direction (as perftest measures it; the simulator's link has the
-same rate). Modelled."""
+"""The bandwidth of a 100 Gbit/s RDMA link in one direction (as perftest measures it). Modelled."""
 
 _SPEEDUP: Mapping[Kind, float] = MappingProxyType(
     {
@@ -42,28 +40,24 @@ _SPEEDUP: Mapping[Kind, float] = MappingProxyType(
     }
 )
 
+_FLOOR_S = 1e-6
+"""The cost of a kernel replayed from a graph."""
 
-@dataclass(frozen=True, kw_only=True)
-class HnModel:
-    """Seconds on the HN: CN seconds / `speedup` for the operator's kind, but at least `floor_s`.
 
-    The defaults are our assumptions about one data-centre GPU against one CPU core at the sizes of one request, far
-    below the saturated ratio (MLPerf dlrm-v2: 19.75 M pairs/s on an H200, 20.5 k on a core). The floor is the cost
-    of a kernel replayed from a graph.
+def hn_seconds(program: Program, cn_s: Mapping[str, float]) -> dict[str, float]:
+    """Return the modelled seconds on the HN by node name: the CN's divided by the speed-up of the operator's kind, but
+    at least `_FLOOR_S`.
+
+    The numbers are our assumptions about one data-centre GPU against one CPU core at the sizes of one request, far
+    below the saturated ratio (MLPerf dlrm-v2: 19.75 M pairs/s on an H200, 20.5 k on a core).
     """
-
-    speedup: Mapping[Kind, float] = field(default_factory=lambda: _SPEEDUP)
-    floor_s: float = 1e-6
-
-    def seconds(self, program: Program, cn_s: Mapping[str, float]) -> dict[str, float]:
-        """Return the modelled seconds by node name."""
-        nodes = [node for node in program.nodes if node.op != SIZE]
-        kinds = {node.name: kind_of(node.op) if node.op != LOOKUP or is_bound(node) else "layout" for node in nodes}
-        return {name: max(self.floor_s, cn_s[name] / self.speedup[kind]) for name, kind in kinds.items()}
+    nodes = [node for node in program.nodes if node.op != SIZE]
+    kinds = {node.name: kind_of(node.op) if node.op != LOOKUP or is_bound(node) else "layout" for node in nodes}
+    return {name: max(_FLOOR_S, cn_s[name] / _SPEEDUP[kind]) for name, kind in kinds.items()}
 
 
-def value_bytes(program: Program, *, candidates: int, ids_per_bag: Mapping[str, int], users: int = 1) -> dict[str, int]:
-    """Return the bytes of every input and result of a tiled program.
+def value_bytes(program: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of every input and result of a tiled program, for one request.
 
     `ids_per_bag`: ids in one row of each bag (1 for a bag that is not named).
     """
@@ -72,7 +66,7 @@ def value_bytes(program: Program, *, candidates: int, ids_per_bag: Mapping[str, 
     found = {}
     values: list[Port | Node] = [*program.inputs, *(node for node in program.nodes if node.op != SIZE)]
     for value in values:
-        count = users if value.rows == "user" else candidates
+        count = 1 if value.rows == "user" else candidates
         if value.name in flat:
             count *= ids_per_bag.get(flat[value.name], 1)
         elif value.name in offsets:
@@ -115,27 +109,16 @@ def measure_seconds(
 
 
 def cut_problem(
-    program: Program,
-    cn_s: Mapping[str, float],
-    *,
-    candidates: int,
-    ids_per_bag: Mapping[str, int],
-    hn: Mapping[str, float] | HnModel | None = None,
-    link_bytes_per_s: float = LINK_BYTES_PER_S,
+    program: Program, cn_s: Mapping[str, float], *, candidates: int, ids_per_bag: Mapping[str, int]
 ) -> CutProblem:
-    """Build the problem for the cutters.
-
-    `hn`: seconds measured on the HN's device, or a model of it (by default the default `HnModel`).
-    """
-    if hn is None or isinstance(hn, HnModel):
-        hn = (hn or HnModel()).seconds(program, cn_s)
+    """Build the problem for the cutters, with modelled seconds of the HN."""
     return CutProblem(
         program=program,
         candidates=candidates,
         value_bytes=value_bytes(program, candidates=candidates, ids_per_bag=ids_per_bag),
         cn_s=cn_s,
-        hn_s=hn,
-        link_bytes_per_s=link_bytes_per_s,
+        hn_s=hn_seconds(program, cn_s),
+        link_bytes_per_s=LINK_BYTES_PER_S,
     )
 
 

@@ -18,7 +18,6 @@ from typing import Protocol
 
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
-from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import Program
 from plait_disagg.graph.small_tables import is_bound
 
@@ -36,21 +35,6 @@ class CutProblem:
     cn_s: Mapping[str, float]
     hn_s: Mapping[str, float]
     link_bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """The cost of a cut for one request."""
-
-    cn_s: float
-    hn_s: float
-    crossing_bytes: int
-    link_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The sum, which the exact cutter minimizes."""
-        return self.cn_s + self.hn_s + self.link_s
 
 
 class Cutter(Protocol):
@@ -71,19 +55,6 @@ def crossing_values(program: Program, cn_nodes: frozenset[str]) -> tuple[str, ..
             needed.update(read)
     made = [port.name for port in program.inputs] + [node.name for node in program.nodes if node.name in cn_nodes]
     return tuple(name for name in made if name in needed)
-
-
-def cost_of(problem: CutProblem, cn_nodes: frozenset[str]) -> Cost:
-    """Return the cost of one cut. Raises `BadCut` if it is not allowed."""
-    check_cut(problem.program, cn_nodes)
-    names = [node.name for node in problem.program.nodes if node.op != SIZE]
-    nbytes = sum(problem.value_bytes[name] for name in crossing_values(problem.program, cn_nodes))
-    return Cost(
-        cn_s=sum(problem.cn_s[name] for name in names if name in cn_nodes),
-        hn_s=sum(problem.hn_s[name] for name in names if name not in cn_nodes),
-        crossing_bytes=nbytes,
-        link_s=nbytes / problem.link_bytes_per_s,
-    )
 
 
 def check_cut(program: Program, cn_nodes: frozenset[str]) -> None:

@@ -109,10 +109,8 @@ def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
 
 def check_inputs(inputs: Sequence[Input]) -> None:
     """Raise ValueError, naming the input, if the declaration cannot be served."""
-    names = tensor_names(inputs)
-    names += tuple(item.name + WEIGHTS for item in inputs if isinstance(item, Bag) and not item.weighted)
     for item in inputs:
-        if not _NAME.fullmatch(item.name):
+        if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
             raise ValueError(f"input {item.name!r}: a name must match {_NAME.pattern}")
         if item.side not in ("user", "item"):
             raise ValueError(f"input {item.name}: side must be 'user' or 'item', not {item.side!r}")
@@ -120,14 +118,16 @@ def check_inputs(inputs: Sequence[Input]) -> None:
             isinstance(item.shape, tuple | list) and all(type(size) is int and size >= 1 for size in item.shape)
         ):
             raise ValueError(f"input {item.name}: shape {item.shape} is no tuple of sizes from 1 on, as (8,) is")
-        if isinstance(item, Bag) and item.largest < 1:
-            raise ValueError(f"input {item.name}: largest must be at least 1")
+        if isinstance(item, Bag) and (type(item.largest) is not int or item.largest < 1):
+            raise ValueError(f"input {item.name}: largest must be a whole number of at least 1, not {item.largest!r}")
         first, last = range_of(item)
         kinds = (int, float) if isinstance(item, Dense) else int
         if any(end is not None and (isinstance(end, bool) or not isinstance(end, kinds)) for end in (first, last)):
             raise ValueError(f"input {item.name}: the ends of its range must be numbers")
         if first is not None and last is not None and first > last:
             raise ValueError(f"input {item.name}: its range {first} to {last} is empty")
+    names = tensor_names(inputs)
+    names += tuple(item.name + WEIGHTS for item in inputs if isinstance(item, Bag) and not item.weighted)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(

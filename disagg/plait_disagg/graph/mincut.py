@@ -25,7 +25,7 @@ _SOURCE, _SINK = ("end", "cn"), ("end", "hn")
 
 
 class MinCut:
-    """The cutter that minimizes `Cost.total_s` over all allowed cuts (to the picosecond)."""
+    """The cutter that minimizes the cost (`cut.py`) over all allowed cuts, to the picosecond."""
 
     name = "mincut"
 

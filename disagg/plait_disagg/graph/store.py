@@ -28,21 +28,7 @@ _NAME_CHARACTERS, _MAX_SIZE, _DEEPEST, _MAX_VALUES = 200, 2**40, 4, 100_000
 
 def dump_program(program: Program) -> str:
     """Return the program as JSON text, always the same for the same program."""
-    return json.dumps(program_to_json(program), indent=1, allow_nan=False) + "\n"
-
-
-def load_program(text: str) -> Program:
-    """Parse the output of `dump_program`. Raises `BadProgram`, which names what is wrong."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadProgram(f"not JSON: {error}") from error
-    return program_from_json(data)
-
-
-def program_to_json(program: Program) -> dict[str, Any]:
-    """Return the program as plain data."""
-    return {
+    data = {
         "format": "plait.program",
         "version": VERSION,
         "inputs": [_port_to_json(port) for port in program.inputs],
@@ -50,14 +36,19 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "nodes": [_node_to_json(node) for node in program.nodes],
         "outputs": [[name, ref.name] for name, ref in program.outputs],
     }
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
-def program_from_json(data: Any) -> Program:
-    """Build a program from plain data.
+def load_program(text: str) -> Program:
+    """Parse the output of `dump_program`.
 
-    Raises `BadProgram` if the data is not a program in which every node reads only what precedes it and calls an
-    operator of the vocabulary with arguments of its schema's types.
+    Raises `BadProgram`, which names what is wrong, if it is not a program in which every node reads only what precedes
+    it and calls an operator of the vocabulary with arguments of its schema's types.
     """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadProgram(f"not JSON: {error}") from error
     fields = _fields(data, "program", {"format", "version", "inputs", "constants", "nodes", "outputs"})
     if fields["format"] != "plait.program" or fields["version"] != VERSION or isinstance(fields["version"], bool):
         raise BadProgram(
@@ -167,7 +158,7 @@ def _output(data: Any, known: Mapping[str, str]) -> tuple[str, Ref]:
     if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
         raise BadProgram(f"outputs: {str(data)[:60]} is not a pair of names")
     name, value = data
-    if not 0 < len(name) <= _NAME_CHARACTERS or not name.isprintable():
+    if not 0 < len(name) <= _NAME_CHARACTERS or not name.isprintable() or ";" in name:  # it stands between names
         raise BadProgram(f"outputs: {name[:60]!r} is not a name")
     if known.get(value, "int") == "int":
         raise BadProgram(f"outputs: {name} is {value[:60]!r}, which is no tensor of the program")

@@ -85,16 +85,39 @@ def check_role(payload: Header, role: Role) -> None:
 
 def card_payload(card: ModelCard, crossing: Layout | None = None) -> Header:
     """Return the payload of a server's welcome; `crossing`: of an HN, what it takes."""
-    return {"card": card_to_json(card), **({} if crossing is None else {"crossing": crossing.text})}
+    described = {
+        "name": card.name,
+        "version": card.version,
+        "inputs": [input_to_json(item) for item in card.inputs],
+        "outputs": {name: list(shape) for name, shape in card.outputs.items()},
+        "largest_candidates": card.largest_candidates,
+        "items": card.items,
+        "mode": card.mode,
+        "id_rows": dict(card.id_rows),
+        "packaged": card.packaged,
+    }
+    return {"card": described, **({} if crossing is None else {"crossing": crossing.text})}
 
 
 def parse_card(payload: Header) -> ModelCard:
     """Parse the server's first message. Raises `WireError`."""
-    card = payload.get("card")
+    data: Any = payload.get("card")
     try:
-        return card_from_json(card if isinstance(card, dict) else {})
-    except ValueError as error:
-        raise WireError(str(error)) from error
+        inputs = tuple(input_from_json(item) for item in data["inputs"])
+        check_inputs(inputs)
+        return ModelCard(
+            name=str(data["name"]),
+            version=str(data["version"]),
+            inputs=inputs,
+            outputs={str(name): tuple(int(size) for size in shape) for name, shape in data["outputs"].items()},
+            largest_candidates=int(data["largest_candidates"]),
+            items=None if data["items"] is None else int(data["items"]),
+            mode=str(data["mode"]),
+            id_rows={str(name): int(rows) for name, rows in data["id_rows"].items()},
+            packaged=str(data["packaged"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WireError(f"not a model's card: {error!r}") from error
 
 
 def parse_crossing(payload: Header) -> Layout:
@@ -324,39 +347,3 @@ def _parse_error(entry: Any) -> tuple[int, RankError]:
     retry_after_s = None if wait_s is None else fields.number({"seconds": wait_s}, "seconds")
     kind = _ERRORS.get(code if isinstance(code, str) else "internal", RankError)
     return number, kind(message, param=param, retry_after_s=retry_after_s)
-
-
-def card_to_json(card: ModelCard) -> dict[str, Any]:
-    """Return the card as plain data, which `card_from_json` reads back."""
-    return {
-        "name": card.name,
-        "version": card.version,
-        "inputs": [input_to_json(item) for item in card.inputs],
-        "outputs": {name: list(shape) for name, shape in card.outputs.items()},
-        "largest_candidates": card.largest_candidates,
-        "items": card.items,
-        "mode": card.mode,
-        "id_rows": dict(card.id_rows),
-        "packaged": card.packaged,
-    }
-
-
-def card_from_json(data: Mapping[str, Any]) -> ModelCard:
-    """Parse a card. Raises ValueError if the data is not one."""
-    try:
-        inputs = tuple(input_from_json(item) for item in data["inputs"])
-        card = ModelCard(
-            name=str(data["name"]),
-            version=str(data["version"]),
-            inputs=inputs,
-            outputs={str(name): tuple(int(size) for size in shape) for name, shape in data["outputs"].items()},
-            largest_candidates=int(data["largest_candidates"]),
-            items=None if data["items"] is None else int(data["items"]),
-            mode=str(data["mode"]),
-            id_rows={str(name): int(rows) for name, rows in data["id_rows"].items()},
-            packaged=str(data["packaged"]),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a model's card: {error!r}") from error
-    check_inputs(inputs)
-    return card

@@ -33,11 +33,21 @@ class StoredItems:
 
     def __init__(self, items: Items, inputs: Sequence[Input]) -> None:
         self._sides = tuple(item for item in inputs if item.side == "item")
+        others = [
+            f"{name} is {type(value).__name__}"
+            for name, value in items.features.items()
+            if not isinstance(value, torch.Tensor)
+        ]
+        if others:
+            raise ValueError(f"items: {others[0]}, not a torch.Tensor")
         self._features = {name: tensor.contiguous() for name, tensor in items.features.items()}
         self._names = None if items.names is None else tuple(items.names)
         self._count = _check(self._features, self._sides)
         if self._names is not None and len(self._names) != self._count:
             raise ValueError(f"items: {len(self._names)} names for {self._count} items")
+        others = [f"{i} is {name!r}" for i, name in enumerate(self._names or ()) if not isinstance(name, str)]
+        if others:
+            raise ValueError(f"items: the name of item {others[0]}, not a text")
 
     def __len__(self) -> int:
         return self._count
@@ -97,7 +107,7 @@ def read_items(features_path: Path, names_path: Path, inputs: Sequence[Input]) -
     try:
         features = load_file(features_path)
         names = json.loads(names_path.read_text(encoding="utf-8")) if names_path.is_file() else None
-        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        if names is not None and not isinstance(names, list):
             raise PackageError(f"{names_path} is not a list of names")
         return StoredItems(Items(features=features, names=names), inputs)
     except (OSError, SafetensorError, ValueError) as error:
@@ -126,7 +136,7 @@ def _count(item: Input, features: Mapping[str, torch.Tensor]) -> int:
     if tensor.dtype is not dtype:
         raise ValueError(f"items: {item.name} is {tensor.dtype}, not {dtype}")
     if not isinstance(item, Bag):
-        if tuple(tensor.shape[1:]) != item.shape:
+        if tensor.shape[1:] != tuple(item.shape):
             raise ValueError(f"items: {item.name} has rows of shape {tuple(tensor.shape[1:])}, not {item.shape}")
         return tensor.shape[0]
     offsets = features[item.name + OFFSETS]
@@ -139,9 +149,11 @@ def _count(item: Input, features: Mapping[str, torch.Tensor]) -> int:
         or int(offsets[0]) != 0
         or int(offsets[-1]) != len(tensor)
         or bool((lengths < 0).any())
-        or bool((lengths > item.largest).any())
     ):
         raise ValueError(f"items: {item.name}{OFFSETS} must go from 0 to {len(tensor)} without decreasing")
+    if bool((lengths > item.largest).any()):
+        longest = f"item {int(lengths.argmax())} has {int(lengths.max())} ids in {item.name}"
+        raise ValueError(f"items: {longest}; this input takes at most {item.largest}")
     weights = features[item.name + WEIGHTS] if item.weighted else None
     if weights is not None and (weights.dtype is not torch.float32 or weights.shape != tensor.shape):
         raise ValueError(f"items: {item.name}{WEIGHTS} must have a float32 for each of {len(tensor)} ids")

@@ -14,7 +14,7 @@ from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Input, check_bags
-from plait_disagg.graph.program import LOOKUP, Ref
+from plait_disagg.graph.program import LOOKUP, USER_OF, Ref
 from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import id_sources
 from plait_disagg.graph.small_tables import rows_name
@@ -22,6 +22,8 @@ from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
 from plait_disagg.graph.verify import ReturnsNan, verify_halves
+from plait_disagg.messages.layout import layout_of_crossing, layouts_of
+from plait_disagg.messages.wire import VERSION, card_payload
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.package.items import Items, first_bad, save_tensors, write_items
 from plait_disagg.package.manifest import (
@@ -41,12 +43,18 @@ from plait_disagg.package.manifest import (
     write_manifest,
 )
 from plait_disagg.package.memory import check_cn, check_hn
+from plait_disagg.package.read import Package
 from plait_disagg.package.samples import blamed, check_samples
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.tables.values import Lookup, OutOfRange, RowFormat
+from plait_disagg.values import ModelCard
+from plait_fabric import FrameTooLarge, MessageLimits
+from plait_fabric.layouts import LayoutError
+from plait_fabric.rpc.fields import greeting
+from plait_fabric.transport.frames import encode_header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +152,7 @@ def _write(
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
     manifest = replace(manifest, files=files)
     _check_memory(halves, manifest, captured)
+    _check_greeting(halves, Package(folder=folder, manifest=manifest).card(mode="split"))
     write_manifest(folder, manifest)
     return manifest
 
@@ -214,6 +223,18 @@ def _check_memory(halves: Halves, manifest: Manifest, captured: Captured) -> Non
     except BadProgram as error:
         largest = manifest.largest_candidates
         raise PackageError(f"the model cannot be served with largest_candidates={largest}: {error}") from error
+
+
+def _check_greeting(halves: Halves, card: ModelCard) -> None:
+    """Raise `PackageError` for a model that its workers could not tell each other of when they greet."""
+    crossing = [port for port in halves.hn.inputs if port.name != USER_OF]
+    try:
+        layouts_of(card)
+        welcome = greeting("welcome", VERSION, card_payload(card, layout_of_crossing(crossing, card.inputs)))
+        MessageLimits().check(header_bytes=len(encode_header(welcome)), buffers=0, message_bytes=0)
+    except (FrameTooLarge, LayoutError) as error:
+        how = 'features of one kind can be one input, as Ids("features", shape=(50,)) is'
+        raise PackageError(f"the model cannot be served with {len(card.inputs)} inputs: {error}; {how}") from error
 
 
 def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: PackageOptions) -> None:

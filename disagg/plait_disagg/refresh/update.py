@@ -118,18 +118,18 @@ def read_update_manifest(folder: Path) -> UpdateManifest:
     return manifest
 
 
-def read_update(folder: Path, *, rows: bool = True, constants: bool = True) -> Update:
-    """Read the update, or only the requested parts. Each file is read once: what is hashed is what is used.
+def read_update(folder: Path, *, rows: bool = True) -> Update:
+    """Read the update, with or without its rows. Each file is read once: what is hashed is what is used.
 
     Raises `BadUpdate` as `read_update_manifest` does, and for a file that is missing, truncated, has another hash,
     or does not contain what update.json lists.
     """
     manifest = read_update_manifest(folder)
     new_rows = _tensors(folder, manifest, ROWS) if rows and manifest.rows else {}
-    new_constants = _tensors(folder, manifest, CONSTANTS) if constants and manifest.constants else {}
+    new_constants = _tensors(folder, manifest, CONSTANTS) if manifest.constants else {}
     wanted = {table + suffix for table in manifest.rows for suffix in (_IDS, _ROWS)} if rows else set()
     _same_names(ROWS, wanted, new_rows)
-    _same_names(CONSTANTS, set(manifest.constants) if constants else set(), new_constants)
+    _same_names(CONSTANTS, set(manifest.constants), new_constants)
     return Update(
         model=manifest.model,
         base=manifest.base,

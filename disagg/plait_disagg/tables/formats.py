@@ -6,7 +6,7 @@ x: a row of D floats; x': what is read back. u = 2^-24, the unit roundoff of flo
 - float16: round to nearest; abs(x - x') <= max(2^-11 abs(x), 2^-25). Values beyond 65504 are rejected.
 - int8 (Fused8BitRowwise of Caffe2 and PyTorch, `torch.ops.quantized.embedding_bag_byte_prepack`): range = max - min of
   the row, scale = range / 255, bias = min, q = round((x - bias) * 255 / (range + 1e-8)), x' = q * scale + bias. Stored
-  as D bytes q, then float32 scale, then float32 bias. `int8_error_bound` bounds the distance of x' from x.
+  as D bytes q, then float32 scale, then float32 bias.
 """
 
 from __future__ import annotations
@@ -71,18 +71,6 @@ def decode_rows(stored: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noq
         return torch.empty((0, stored.shape[1] - _SCALE_AND_BIAS_BYTES))
     floats: torch.Tensor = torch.ops.quantized.embedding_bag_byte_unpack(stored)
     return floats
-
-
-def int8_error_bound(rows: torch.Tensor) -> torch.Tensor:
-    """Return (n,) float32, the max error of any value of each row of (n, D).
-
-    Half a step of the quantiser, the effect of the 1e-8 in the divisor (at most min(range, 1e-8)), and the roundings
-    of q, q * scale and the sum: 4 u of the largest magnitude and of the range each.
-    """
-    low, high = torch.aminmax(rows, dim=1)
-    spread = high - low
-    largest = rows.abs().amax(dim=1)
-    return spread / 510 + spread.clamp(max=1e-8) + 4 * 2.0**-24 * (largest + spread)
 
 
 MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "max": 2}

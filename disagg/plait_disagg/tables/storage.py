@@ -30,14 +30,6 @@ Word = TypeVar("Word", bound=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroRows:
-    """A table of zeros that takes no memory, and no disk space when written, for trying sizes."""
-
-    rows: int
-    dim: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TableSet:
     """Tables and their rows.
 
@@ -77,7 +69,7 @@ def group_tables(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[TableGr
 
 def write_tables(
     path: Path,
-    tables: Mapping[str, torch.Tensor | ZeroRows],
+    tables: Mapping[str, torch.Tensor],
     *,
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
     out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
@@ -97,23 +89,6 @@ def write_tables(
                 start = starts[group.name] + part.first * row_bytes(group.dim, group.format)
                 _write_rows(file, start, part.table, tables[part.table], group.format, chunk_bytes=chunk_bytes)
     return groups
-
-
-def pack_tables(
-    tables: Mapping[str, torch.Tensor],
-    *,
-    formats: RowFormat | Mapping[str, RowFormat] = "float32",
-    out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
-) -> TableSet:
-    """Return in memory what `write_tables` and then `open_tables` would produce."""
-    records = _records(tables, formats, out_of_range)
-    groups = group_tables(records)
-    matrices = {
-        group.name: torch.cat([_encoded(part.table, tables[part.table], group.format) for part in group.slices])
-        for group in groups
-    }
-    held = tuple(table for table, _ in records.values())
-    return TableSet(tables=held, groups=groups, matrices=matrices, is_writable=True)
 
 
 def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> TableSet:
@@ -138,20 +113,24 @@ def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False)
 
 
 def _records(
-    tables: Mapping[str, torch.Tensor | ZeroRows],
+    tables: Mapping[str, torch.Tensor],
     formats: RowFormat | Mapping[str, RowFormat],
     out_of_range: OutOfRange | Mapping[str, OutOfRange],
 ) -> dict[str, tuple[Table, RowFormat]]:
+    for chosen in (formats, out_of_range):
+        unknown = [] if isinstance(chosen, str) else sorted(chosen.keys() - tables.keys())
+        if unknown:
+            raise ValueError(f"table {unknown[0]}: there is none; the tables are {', '.join(tables)}")
     records = {}
     for name, rows in tables.items():
-        shape = (rows.rows, rows.dim) if isinstance(rows, ZeroRows) else tuple(rows.shape)
+        shape = tuple(rows.shape)
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"table {name}: must be (rows, D) with at least one of each, not {shape}")
         row_format: RowFormat = _choice(formats, name, get_args(RowFormat))
         policy: OutOfRange = _choice(out_of_range, name, get_args(OutOfRange))
         records[name] = (Table(name=name, rows=shape[0], dim=shape[1], out_of_range=policy), row_format)
     if not records:
-        raise ValueError("there are no tables")
+        raise ValueError("there are no tables: the model looks nothing up")
     return records
 
 
@@ -175,22 +154,17 @@ def _matrix_shape(group: TableGroup) -> tuple[int, int]:
     return group.rows, group.dim + LAYOUTS[group.format].extra_columns
 
 
-def _encoded(name: str, rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    try:
-        return encode_rows(rows, row_format)
-    except ValueError as error:
-        raise ValueError(f"table {name}: {error}") from error
-
-
 def _write_rows(
-    file: BinaryIO, start: int, name: str, rows: torch.Tensor | ZeroRows, row_format: RowFormat, *, chunk_bytes: int
+    file: BinaryIO, start: int, name: str, rows: torch.Tensor, row_format: RowFormat, *, chunk_bytes: int
 ) -> None:
-    if isinstance(rows, ZeroRows):
-        return  # a hole reads as zeros, and zeros are zeros in every format (int8: scale 0, bias 0)
     count = max(1, chunk_bytes // (4 * rows.shape[1]))
     file.seek(start)
     for first in range(0, rows.shape[0], count):
-        file.write(_encoded(name, rows[first : first + count], row_format).numpy().data)
+        try:
+            stored = encode_rows(rows[first : first + count], row_format)
+        except ValueError as error:
+            raise ValueError(f"table {name}: {error}") from error
+        file.write(stored.numpy().data)
 
 
 def _to_json(tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> dict[str, Any]:
@@ -205,7 +179,7 @@ def _to_json(tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> dict[
                 "name": group.name,
                 "dim": group.dim,
                 "format": group.format,
-                "version": group.version,
+                "version": 0,
                 "tables": [part.table for part in group.slices],
             }
             for group in groups
@@ -227,8 +201,7 @@ def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[TableGroup, ...]]:
         name = _text(item["name"])
         row_format = _choice(_text(item["format"]), name, get_args(RowFormat))
         slices = _slices([tables[table] for table in item["tables"]])
-        version = _count(item["version"], min_value=0)
-        groups.append(TableGroup(name=name, dim=_count(item["dim"]), format=row_format, slices=slices, version=version))
+        groups.append(TableGroup(name=name, dim=_count(item["dim"]), format=row_format, slices=slices))
     return tuple(tables.values()), tuple(groups)
 
 
@@ -238,9 +211,9 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _count(value: Any, *, min_value: int = 1) -> int:
-    if type(value) is not int or not min_value <= value < 1 << 48:
-        raise ValueError(f"{value!r} is not a number of at least {min_value}")
+def _count(value: Any) -> int:
+    if type(value) is not int or not 1 <= value < 1 << 48:
+        raise ValueError(f"{value!r} is not a number of at least 1")
     return value
 
 

@@ -37,16 +37,12 @@ class GroupSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableGroup:
-    """Tables of equal width and format: one matrix `(sum of rows, D)`, so that one fused lookup serves them all.
-
-    `version` counts the refreshes of its rows (none yet: 0).
-    """
+    """Tables of equal width and format: one matrix `(sum of rows, D)`, so that one fused lookup serves them all."""
 
     name: str
     dim: int
     format: RowFormat
     slices: tuple[GroupSlice, ...]
-    version: int = 0
 
     @property
     def rows(self) -> int:

@@ -3,7 +3,7 @@
 The sender stamps a message with the times at which it was posted and at which its port took it (`LinkPort`); the
 receiver computes when its own port would have delivered it and holds it until then. The time that the inner channel
 takes is part of that delay, so it does not show as long as it is shorter. Where it is longer, the message is late and
-marked as such: `Message.delivery` and `LinkStatistics`. Nothing is sped up.
+says so (`Message.delivery`). Nothing is sped up.
 
 Both ends are wrapped, with the same link and clocks of the same epoch (on one host), each process with one `LinkPort`
 for all channels that share a port. The credit window of the inner channel stands for the depth of the queue pair. The
@@ -23,7 +23,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -67,19 +67,6 @@ class LinkPort:
             return begins_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkStatistics:
-    """What a modelled channel has received so far.
-
-    Messages, those that the host delivered after their modelled time although a receiver was waiting, and by how
-    much in all.
-    """
-
-    messages: int = 0
-    host_slower: int = 0
-    late_s: float = 0.0
-
-
 class _Held(NamedTuple):
     message: Message
     header: Mapping[str, Any]
@@ -111,7 +98,6 @@ class ModelledChannel:
         self._failure: FabricError | None = None
         self._owed_s = 0.0
         self._posted_s = float("-inf")
-        self._counts = LinkStatistics()
 
     @property
     def pool(self) -> Pool:
@@ -127,10 +113,6 @@ class ModelledChannel:
     def closed(self) -> bool:
         """Whether the inner channel is closed."""
         return self._failure is not None or self._inner.closed
-
-    def link_statistics(self) -> LinkStatistics:
-        """Return a snapshot of the counters."""
-        return self._counts
 
     def send(self, header: Header, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None) -> None:
         """Stamp the message with its modelled times and send it over the inner channel."""
@@ -214,12 +196,6 @@ class ModelledChannel:
         return posted_s, leaves_s
 
     def _deliver(self, held: _Held) -> Message:
-        counts = self._counts
-        self._counts = LinkStatistics(
-            messages=counts.messages + 1,
-            host_slower=counts.host_slower + (held.late_s > 0),
-            late_s=counts.late_s + held.late_s,
-        )
         delivery = Delivery(
             kind="modelled", link=self._link.name, modelled_s=held.due_s - held.posted_s, late_s=held.late_s
         )
@@ -303,7 +279,7 @@ class MonotonicClock:
 
     def __init__(self) -> None:
         self._nothing = select.poll()
-        self.epoch = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else _host()
+        self.epoch = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else socket.gethostname()
 
     def now_s(self) -> float:
         """Return the seconds of CLOCK_MONOTONIC."""
@@ -317,7 +293,3 @@ class MonotonicClock:
         while time.monotonic() < at_s and not stop.is_set():
             # Lets other threads have the interpreter in under a microsecond; `time.sleep(0)` takes 80 on some machines.
             self._nothing.poll(0)
-
-
-def _host() -> str:
-    return socket.gethostname()

@@ -40,11 +40,6 @@ def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
 
-def same_secret(ours: bytes, theirs: bytes) -> bool:
-    """Compare two secrets in constant time."""
-    return hmac.compare_digest(ours, theirs)
-
-
 def _tag(secret: bytes, role: bytes, kind: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
     text = b"plait-fabric/1 " + role + b"|" + kind.encode() + b"|" + server_nonce + client_nonce
     return hmac.digest(secret, text, hashlib.sha256)

@@ -23,10 +23,6 @@ _GOODBYE = 0
 _ID = struct.Struct("!Q")
 
 
-def _nobody_asks(failure: FabricError) -> FabricError:
-    return failure
-
-
 class CreditLine:
     """Both ends of the return path: `acknowledge` for what we received, a `Gate` for what we sent."""
 
@@ -165,5 +161,5 @@ class CreditLine:
                 os.close(self._wake)
                 # No cycle may keep the segments mapped: `_fail` refers to the channel, a lease to its
                 # pool. The leases are not given back: the peer may still read them.
-                self._fail = _nobody_asks
+                self._fail = lambda failure: failure
                 self._outstanding.clear()

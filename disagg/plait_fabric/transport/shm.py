@@ -132,7 +132,7 @@ class ShmChannel(ChannelBase):
 
     def _send_shared(self, header: bytes, parts: list[Part], nbytes: int, deadline: Deadline) -> None:
         self._wait_for_credit(deadline)
-        staged = stage(self._pool, parts, deadline.left_s(), self._is_ours)
+        staged = stage(self._pool, parts, deadline.left_s(), lambda lease: lease.pool is self._pool)
         message_id = self._credit.charge(staged.leases)
         places = [(lease.offset + start, length) for lease, start, length in staged.places]
         table = pack_places(message_id, places)
@@ -142,9 +142,6 @@ class ShmChannel(ChannelBase):
             for lease in self._credit.refund(message_id):
                 lease.release()
             raise
-
-    def _is_ours(self, lease: Lease) -> bool:
-        return lease.pool is self._pool
 
     def _wait_for_credit(self, deadline: Deadline) -> None:
         if self._credit.in_flight < self._in_flight_messages:

@@ -41,7 +41,7 @@ from plait_disagg.graph.capture.draft import (
     dtype_of,
     leaves,
 )
-from plait_disagg.graph.capture.exported import Exported, export, module_hint, source_line
+from plait_disagg.graph.capture.exported import Exported, block_line, export, module_hint, source_line
 from plait_disagg.graph.capture.rows_first import MAKERS, MovedCall, Mover
 from plait_disagg.graph.edit import lookups_of, simplify
 from plait_disagg.graph.errors import UnsupportedOperator
@@ -52,6 +52,8 @@ from plait_disagg.graph.program import ROWS, USER_OF, Program, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
 
 __all__ = ["Captured", "capture", "obstacles"]
+
+_WITH = "operators in a `with` of torch.autocast or torch.enable_grad are not read: leave it out, cast with .to(dtype)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +151,8 @@ class _Capture:
                 self._values[node] = self._placeholder(node) if node.op == "placeholder" else self._called(node)
             except UnsupportedOperator as refused:  # raised when it is read: what flattens a bag of equal rows is not
                 self._values[node] = self._refused(refused, node)
-        elif node.op != "output":
-            raise UnsupportedOperator(f"{node.op} {node.target}", "it is not an operator", source_line(node))
+        elif node.op == "get_attr":
+            raise UnsupportedOperator(str(next(iter(node.users)).target), _WITH, block_line(node))
 
     def _refused(self, refused: UnsupportedOperator, node: fx.Node) -> UnsupportedOperator:
         """Return the refusal for the author of the model. One that was only read again stays as it is."""

@@ -90,6 +90,12 @@ def source_line(node: fx.Node) -> str:
     return node.stack_trace or ""
 
 
+def block_line(node: fx.Node) -> str:
+    """Return the first `source_line` of the block of operators that a `with` has put into a graph of its own."""
+    block = cast("fx.GraphModule", getattr(node.graph.owning_module, str(node.target)))
+    return next(filter(None, map(source_line, block.graph.nodes)), "")
+
+
 def module_hint(node: fx.Node) -> str:
     """Return what to use instead of a torch layer that cannot be served, if the operator is inside one."""
     for _, kind in reversed((node.meta.get("nn_module_stack") or {}).values()):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
-from plait_disagg.graph.costs import HnModel, cut_problem, measure_seconds, value_bytes
-from plait_disagg.graph.cut import cost_of, crossing_values
+from plait_disagg.graph.costs import cut_problem, hn_seconds, measure_seconds, value_bytes
+from plait_disagg.graph.cut import check_cut, crossing_values
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
@@ -16,7 +15,8 @@ from plait_disagg.graph.operators import kind_of
 from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
 from plait_disagg.graph.tile import tile
-from support.graph import OneByOne, model, table_rows
+from plait_disagg.tables.reference import SeparateTables
+from support.graph import crossing_bytes, model, table_rows
 
 
 @pytest.mark.parametrize("name", ["small", "zoo"])
@@ -28,7 +28,7 @@ def test_bytes_by_arithmetic_are_the_bytes_of_real_values(name, candidates):
     bounds = id_bounds(program, table_rows(captured))
     request = sample(captured.inputs, bounds, candidates=candidates, ids_per_bag=4)
     batch = collate(captured.inputs, [request], [candidates])
-    values = run_reference(program, captured.constants, OneByOne(captured.tables), batch)
+    values = run_reference(program, captured.constants, SeparateTables(captured.tables), batch)
     per_bag = dict.fromkeys(("history", "tags", "clicks"), 4)
     for value, nbytes in value_bytes(program, candidates=candidates, ids_per_bag=per_bag).items():
         assert nbytes == values[value].numel() * values[value].element_size(), value
@@ -42,7 +42,7 @@ def test_seconds_are_medians_of_what_the_clock_said():
     batch = collate(captured.inputs, [sample(captured.inputs, bounds, candidates=2)], [2])
     ticks = itertools.count()
     seconds = measure_seconds(
-        program, captured.constants, OneByOne(captured.tables), batch, repeats=3, clock=lambda: float(next(ticks))
+        program, captured.constants, SeparateTables(captured.tables), batch, repeats=3, clock=lambda: float(next(ticks))
     )
     assert set(seconds) >= set(reads(program))
     assert set(seconds.values()) == {1.0}
@@ -53,11 +53,10 @@ def test_the_hn_model_divides_by_kind_and_has_a_floor():
     _, captured = model("small")
     program = tile(captured.program)
     cn_s = {name: (1.0 if "linear" in name else 0.0) for name in reads(program)}
-    hn_s = HnModel(floor_s=0.125).seconds(program, cn_s)
+    hn_s = hn_seconds(program, cn_s)
     kinds = {node.name: kind_of(node.op) for node in program.nodes}
-    assert hn_s["linear"] == pytest.approx(0.125)
-    assert {hn_s[name] for name, kind in kinds.items() if kind == "layout"} == {0.125}
-    assert HnModel(floor_s=0.0).seconds(program, cn_s)["linear"] == pytest.approx(1 / 100)
+    assert hn_s["linear"] == pytest.approx(1 / 100)
+    assert {hn_s[name] for name, kind in kinds.items() if kind == "layout"} == {1e-6}
 
 
 @pytest.mark.parametrize("cutter", ["mincut", "prism"])
@@ -73,14 +72,13 @@ def test_a_cut_sends_pooled_rows_not_ids_and_user_rows_once(cutter):
     assert {f"tables.c{index}" for index in range(8)} <= set(crossing)
     pooled = sum(problem.value_bytes[f"tables.c{index}"] for index in range(8))
     assert pooled == (6 + 2 * 64) * 32 * 4
-    assert cost_of(problem, chosen).crossing_bytes <= pooled + 128 * 4
+    assert crossing_bytes(problem, chosen) <= pooled + 128 * 4
 
 
 def test_what_a_cut_may_not_do_is_an_error_that_names_it():
     """A lookup on the HN, a value that flows back, and a name that is no node are refused."""
     _, captured = model("small")
     program = tile(captured.program)
-    problem = cut_problem(program, dict.fromkeys(reads(program), 1e-5), candidates=1, ids_per_bag={})
     everything = frozenset(reads(program))
     for chosen, text in (
         (everything - {"history_2"}, "history_2"),
@@ -88,6 +86,5 @@ def test_what_a_cut_may_not_do_is_an_error_that_names_it():
         (everything | {"nothing"}, "nothing"),
     ):
         with pytest.raises(BadCut, match=text):
-            cost_of(problem, chosen)
-    assert cost_of(problem, everything).hn_s == 0.0
-    assert torch.tensor(cost_of(problem, everything).crossing_bytes) > 0
+            check_cut(program, chosen)
+    check_cut(program, everything)

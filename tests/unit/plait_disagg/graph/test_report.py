@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -121,7 +122,8 @@ def test_an_ancestor_crosses_instead_of_its_larger_descendants(cutter):
     captured = capture(_Spread().eval(), (Dense("x", shape=(2,)), Ids("kind")))
     program = tile(captured.program)
     cn_s = {name: 1e-3 if "linear" in name else 1e-6 for name in reads(program)}
-    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={}, link_bytes_per_s=1e8)
+    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={})
+    problem = replace(problem, link_bytes_per_s=1e8)
     report = cut_report(program, CUTTERS[cutter].cut(problem), ids_per_bag={})
     assert [crossing.names for crossing in report.crossings] == [("x",), ("kind",)]
     assert report.bytes_at(64) == 64 * (2 * 4 + 8)

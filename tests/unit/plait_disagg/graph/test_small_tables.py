@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
-from plait_disagg.graph.cut import cost_of, crossing_values
+from plait_disagg.graph.cut import crossing_values
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
@@ -16,7 +15,7 @@ from plait_disagg.graph.small_tables import offer, placed
 from plait_disagg.graph.split import split
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.tables.reference import SeparateTables
-from support.graph import model, table_rows
+from support.graph import crossing_bytes, model, table_rows
 
 CANDIDATES = 64
 
@@ -35,7 +34,7 @@ def _cut(ready: Cuttable) -> tuple[Program, frozenset[str], int]:
     _, captured = model("hstu")
     problem = cut_problem(ready, SeparateTables(captured.tables), candidates=CANDIDATES, ids_per_bag={})
     nodes = CUTTERS["mincut"].cut(problem)
-    return problem.program, nodes, cost_of(problem, nodes).crossing_bytes
+    return problem.program, nodes, crossing_bytes(problem, nodes)
 
 
 def test_the_cut_is_the_hand_made_one_and_better_by_the_small_table(hstu: Cuttable) -> None:
@@ -81,10 +80,3 @@ def test_lookups_that_are_not_offered_stay_bound(hstu: Cuttable) -> None:
     assert offer(hstu.program, hstu.table_rows, dict.fromkeys(nbytes, 1_000)) == hstu.program
     with pytest.raises(BadCut, match="must run on the CN"):
         split(hstu.program, [])
-
-
-def test_an_index_by_int32_is_a_lookup() -> None:
-    """The HN's operator returns the rows that the CN's lookup does."""
-    table = torch.randn(7, 5)
-    ids = torch.tensor([[3, 0], [6, 6]], dtype=torch.int32)
-    assert torch.equal(torch.ops.aten.index.Tensor(table, [ids]), torch.nn.functional.embedding(ids, table))

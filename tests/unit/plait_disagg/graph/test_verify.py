@@ -17,7 +17,7 @@ from plait_disagg.graph.split import split
 from plait_disagg.graph.tile import keeps_bits, tile
 from plait_disagg.graph.verify import verify_halves
 from plait_disagg.tables.reference import SeparateTables
-from support.graph import OneByOne, model, table_rows
+from support.graph import model, table_rows
 
 
 def verified(name, *, exact, tables=None, constants=None, **options):
@@ -30,7 +30,7 @@ def verified(name, *, exact, tables=None, constants=None, **options):
         captured.inputs,
         halves,
         constants=constants or captured.constants,
-        tables=OneByOne(tables or captured.tables),
+        tables=SeparateTables(tables or captured.tables),
         bounds=id_bounds(program, table_rows(captured)),
         bits_promised=exact and keeps_bits(program),
         **options,

@@ -205,12 +205,6 @@ class TestWhatIsRefused:
         with pytest.raises(WireError):
             parse_dense(header | {"hot": hot}, buffers, layout)
 
-    @pytest.mark.parametrize("change", [{"cache_rows": -1}, {"cache": "fifo"}])
-    def test_knobs_that_make_no_sense(self, change: dict[str, object]) -> None:
-        """As with the other knobs."""
-        with pytest.raises(ValueError, match="cache"):
-            WorkerKnobs(**change)  # type: ignore[arg-type]
-
 
 def test_a_cached_batch_of_rows_can_be_merged(package: Package) -> None:
     """What was laid end to end before still is; a batch with ids of its own still is not."""

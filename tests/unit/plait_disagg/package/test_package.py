@@ -17,9 +17,11 @@ from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
-from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write_package
+from plait_disagg.messages.layout import layouts_of
+from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write, write_package
 from plait_disagg.package.halves import CompiledSparse
 from plait_disagg.tables.fused import FusedTables
+from plait_fabric import MessageLimits
 
 INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item", "item"), Bag("genres", "item"), Dense("year", "item"))
 ITEMS, GENRES = 40, 12
@@ -44,6 +46,17 @@ def model() -> Model:
     """Seeded, in evaluation mode."""
     torch.manual_seed(3)
     return Model().eval()
+
+
+def named(output: str) -> nn.Module:
+    """The model with another name for its scores."""
+
+    class Named(Model):
+        def forward(self, age, liked, liked_offsets, item, genres, genres_offsets, year):
+            made = super().forward(age, liked, liked_offsets, item, genres, genres_offsets, year)
+            return {output: made["scores"]}
+
+    return Named().eval()
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +164,12 @@ class TestRoundTrip:
         assert card.outputs == {"scores": ()}
         assert card.id_rows == {"liked": GENRES, "genres": GENRES, "item": ITEMS}
 
+    def test_an_output_may_have_any_name(self, tmp_path):
+        """Workers tell each other of it, whatever is in it."""
+        write_package(tmp_path / "p", named("P(click | item), %"), INPUTS, name="p")
+        (output,) = layouts_of(open_package(tmp_path / "p").card()).outputs.parts
+        assert output.name == "P(click | item), %"
+
     def test_ids_that_a_table_takes_in_are_not_refused_before(self, tmp_path):
         """With the policy clip an id beyond the table is the last row."""
         options = PackageOptions(out_of_range={"items": "clip"})
@@ -195,15 +214,19 @@ class TestRefusals:
         with pytest.raises(PackageError, match=r"items has a number that is NaN"):
             write_package(tmp_path / "a", spoilt, INPUTS, name="a")
 
-        class Nameless(Model):
-            def forward(self, age, liked, liked_offsets, item, genres, genres_offsets, year):
-                found = super().forward(age, liked, liked_offsets, item, genres, genres_offsets, year)
-                return {"": found["scores"]}
-
         with pytest.raises(PackageError, match="outputs: '' is not a name"):
-            write_package(tmp_path / "a", Nameless().eval(), INPUTS, name="a")
+            write_package(tmp_path / "a", named(""), INPUTS, name="a")
+        with pytest.raises(PackageError, match="outputs: 'a;b' is not a name"):
+            write_package(tmp_path / "a", named("a;b"), INPUTS, name="a")
         with pytest.raises(PackageError, match=r"the version '../x' must match"):
             write_package(tmp_path / "a", model(), INPUTS, name="a", options=PackageOptions(version="../x"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_model_that_workers_could_not_tell_each_other_of_is_not_packaged(self, tmp_path, monkeypatch):
+        """What they greet with has a header's size: hundreds of inputs with long names are too many."""
+        monkeypatch.setattr(write, "MessageLimits", partial(MessageLimits, header_bytes=500))
+        with pytest.raises(PackageError, match=r"with 5 inputs: 5\d\d header bytes are over .* can be one input"):
+            write_package(tmp_path / "p", model(), INPUTS, name="p")
         assert list(tmp_path.iterdir()) == []
 
     def test_an_unknown_cutter_is_named(self, tmp_path):
@@ -301,6 +324,7 @@ class TestItems:
             ({"item": torch.zeros(4, dtype=torch.int64)}, "disagree"),
             ({"year": torch.zeros(5, 2)}, "year has rows of shape"),
             ({"year": torch.zeros(5, 1, dtype=torch.float64)}, "year is torch.float64"),
+            ({"year": torch.zeros(5, 1).numpy()}, "year is ndarray, not a torch.Tensor"),
             ({"genres_offsets": torch.tensor([0, 3, 1, 9, 9, 9])}, "genres_offsets must go from 0"),
         ],
     )
@@ -392,6 +416,18 @@ class TestItems:
         write_package(tmp_path / "p", model(), INPUTS, name="p", items=Items(features=beyond), options=options)
 
     def test_every_item_has_a_name_or_none_has(self):
-        """A list of another length would name the wrong items."""
-        with pytest.raises(ValueError, match="2 names for 5 items"):
-            StoredItems(Items(features=features(), names=["a", "b"]), INPUTS)
+        """A list of another length would name the wrong items, and a number is no name."""
+        for names, says in ((["a", "b"], "2 names for 5 items"), ([*"abcd", 5], "the name of item 4 is 5, not a text")):
+            with pytest.raises(ValueError, match=says):
+                StoredItems(Items(features=features(), names=names), INPUTS)
+
+    def test_a_bag_that_is_too_long_is_told_as_such(self):
+        """With the item and the bound that its input declares."""
+        bags = {"tags": torch.zeros(6, dtype=torch.int64), "tags_offsets": torch.tensor([0, 1, 6])}
+        assert len(StoredItems(Items(features=bags), [Bag("tags", largest=5)])) == 2
+        with pytest.raises(ValueError, match="item 1 has 5 ids in tags; this input takes at most 4"):
+            StoredItems(Items(features=bags), [Bag("tags", largest=4)])
+
+    def test_a_shape_may_be_a_list(self):
+        """As it may where nothing is known of the items."""
+        assert len(StoredItems(Items(features={"parts": torch.zeros(3, 2).long()}), [Ids("parts", shape=[2])])) == 3

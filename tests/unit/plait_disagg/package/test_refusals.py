@@ -61,6 +61,19 @@ def test_a_decision_by_the_data_says_what_to_write():
     assert "test_refusals.py" in said.where
 
 
+def test_operators_in_a_with_say_to_leave_it_out():
+    """torch.export puts them into a graph of their own."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            made = x @ x.new_ones(3, 2)
+        return made.float().sum(1)
+
+    said = str(refusal(forward, (Dense("x", shape=(3,)),)))
+    assert "wrap_with_autocast: operators in a `with` of torch.autocast" in said
+    assert "made = x @ x.new_ones(3, 2)" in said
+
+
 def test_bags_joined_into_one_say_how_to_look_them_up():
     """As a KeyedJaggedTensor holds them; given its parts by key, it does not join them."""
 
@@ -266,6 +279,13 @@ def test_a_shape_that_is_none_is_refused_by_the_inputs_name():
     for shape in (8, (0,), (2.5,)):
         with pytest.raises(ValueError, match=r"input a: shape .* is no tuple of sizes"):
             check_inputs([Dense("a", shape=shape)])
+
+
+def test_a_declaration_of_another_kind_is_refused_by_the_inputs_name():
+    """A name that is none, a bound that is none."""
+    for item, said in ((Dense(5), "input 5: a name must match"), (Bag("b", largest="5"), "input b: largest must be")):
+        with pytest.raises(ValueError, match=said):
+            check_inputs([item])
 
 
 def test_a_program_whose_rows_see_each_other_fails_the_differential_check():

@@ -273,6 +273,8 @@ def test_what_is_too_late_is_refused_and_counted() -> None:
         {"order": "lifo"},
         {"batch_wait_ms": -1.0},
         {"wire": "float8"},
+        {"cache_rows": -1},
+        {"cache": "fifo"},
     ],
 )
 def test_knobs_that_can_not_be_are_refused(bad: dict[str, Any]) -> None:

@@ -549,9 +549,3 @@ class TestBetween:
             between.change(fail)
         with between.batch():
             pass
-
-    def test_an_idle_worker_changes_at_once(self):
-        """Nobody has to send a request first."""
-        made: list[int] = []
-        BatchBoundary().change(lambda: made.append(1))
-        assert made == [1]

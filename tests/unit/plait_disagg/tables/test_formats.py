@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.tables.formats import LAYOUTS, decode_rows, encode_rows, int8_error_bound
+from plait_disagg.tables.formats import LAYOUTS, decode_rows, encode_rows
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.reference import SeparateTables
-from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import RowFormat, row_bytes
-from support.tables import MODES, asks, make_ask, make_weights
+from support.tables import MODES, asks, make_ask, make_weights, stored
 
 ROWS = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(0, 2**31), st.floats(-30, 30), st.floats(-8, 8))
 
@@ -22,6 +21,18 @@ def make_rows(shape: tuple[int, int, int, float, float]) -> torch.Tensor:
     count, dim, seed, exponent, centre = shape
     noise = torch.randn((count, dim), generator=torch.Generator().manual_seed(seed))
     return (noise + centre) * 2.0**exponent
+
+
+def int8_error_bound(rows: torch.Tensor) -> torch.Tensor:
+    """Return (n,) float32, the max error of any value of each row of (n, D).
+
+    Half a step of the quantiser, the effect of the 1e-8 in the divisor (at most min(range, 1e-8)), and the roundings
+    of q, q * scale and the sum: 4 u of the largest magnitude and of the range each.
+    """
+    low, high = torch.aminmax(rows, dim=1)
+    spread = high - low
+    largest = rows.abs().amax(dim=1)
+    return spread / 510 + spread.clamp(max=1e-8) + 4 * 2.0**-24 * (largest + spread)
 
 
 @settings(max_examples=80)
@@ -68,7 +79,7 @@ def test_a_row_takes_the_bytes_that_it_should(row_format: RowFormat):
 def test_what_a_format_can_not_hold_is_refused(row_format: RowFormat, value: float):
     """NaN and infinities are refused, and the refusal names the table."""
     with pytest.raises(ValueError, match=rf"table genres: .*{row_format}"):
-        pack_tables({"genres": torch.tensor([[0.0, value]])}, formats=row_format)
+        stored({"genres": torch.tensor([[0.0, value]])}, formats=row_format)
 
 
 @pytest.mark.parametrize("row_format", ["float16", "int8"])
@@ -81,7 +92,7 @@ def test_lookups_pool_in_float32(row_format: RowFormat, mode: str):
         make_ask("t0", mode, bags, weighted=weighted) for weighted in ((False, True) if mode == "sum" else (False,))
     ]
     decoded = decode_rows(encode_rows(weights["t0"], row_format), row_format)
-    values = FusedTables(pack_tables(weights, formats=row_format)).lookup(wanted)
+    values = FusedTables(stored(weights, formats=row_format)).lookup(wanted)
     for value, twin in zip(values, SeparateTables({"t0": decoded}).lookup(wanted), strict=True):
         torch.testing.assert_close(value, twin, rtol=1e-5, atol=2e-5)
 
@@ -95,7 +106,7 @@ def test_any_lookups_equal_those_of_the_decoded_rows(data: st.DataObject, row_fo
     """Any mix of lookups over stored rows, empty ones included, is what the naive twin gives for the decoded rows."""
     wanted = data.draw(asks(WEIGHTS))
     decoded = {name: decode_rows(encode_rows(rows, row_format), row_format) for name, rows in WEIGHTS.items()}
-    values = FusedTables(pack_tables(WEIGHTS, formats=row_format)).lookup(wanted)
+    values = FusedTables(stored(WEIGHTS, formats=row_format)).lookup(wanted)
     for value, twin in zip(values, SeparateTables(decoded).lookup(wanted), strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, twin, rtol=1e-5, atol=2e-5)

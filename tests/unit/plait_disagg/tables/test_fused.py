@@ -12,16 +12,15 @@ from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.ids import hash_ids
 from plait_disagg.tables.protocols import BadId, LookupBags, LookupRequest
 from plait_disagg.tables.reference import SeparateTables
-from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import Lookup
-from support.tables import make_ask, make_weights
+from support.tables import make_ask, make_weights, stored
 
 WEIGHTS = make_weights()
 
 
 def make_tables(**limits: int) -> FusedTables:
     """Over all weights, in float32."""
-    return FusedTables(pack_tables(WEIGHTS), **limits)
+    return FusedTables(stored(WEIGHTS), **limits)
 
 
 def assert_same(tables: FusedTables, asks: list[LookupRequest]) -> None:
