@@ -106,7 +106,7 @@ FILES: list[tuple[str, str]] = [
     ("images: {model: ./single/v1.safetensors}", "v1.safetensors: the file is a Git LFS pointer: the real file was no"),
     ("images: {model: ./single/v2.safetensors}", "images.model: /* the folder *//single/v2.safetensors: there is no "),
     ("images: {model: ./unwhole}", "images.model: /* the folder *//unwhole/vae: there is no such folder"),
-    ("images: {model: ./damaged}", "damaged/model_index.json: not JSON"),
+    ("images: {model: ./damaged}", "damaged/model_index.json: not readable: Expecting property name"),
     ("images: {models: {a: ./nosuch, b: emoji}}", "images.models.a: /* the folder *//nosuch: there is no such folder"),
     ("images: {loras: {folder: ./lora}}", "images.loras.folder: /* the folder *//lora: there is no such folder; did"),
     ("images: {models_folder: ./nosuch}", "images.models_folder: /* the folder *//nosuch: there is no such folder"),
