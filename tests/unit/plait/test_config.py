@@ -61,6 +61,10 @@ def test_defaults_serve_the_starter_on_loopback():
             "diffusers folders",
         ),
         ("images: {controlnets: {edges: {folder: Edges.PTH}}}", "'Edges.PTH' is a single file"),
+        (
+            "images: {controlnets: {edges: {folder: a, preprocessor: canny}}}",
+            "images.controlnets.edges.preprocessor: must be 'edges' or 'colors' (got 'canny')",
+        ),
         (f"images: {{revision: {REVISION}}}", "revision belongs to a hub id"),
         ("images: {models: {a: ./a}, model: ./b, name: c}", "models names all models: leave out model, name"),
         (

@@ -139,6 +139,18 @@ def test_cli_show_config_prints_a_plait_yaml(tmp_path, capsys):
     assert shown["images"]["knobs"]["threads"] == 3
 
 
+def test_cli_serve_takes_a_folder_of_the_working_directory(tmp_path, monkeypatch, capsys):
+    """With or without a leading ./: what is there is no hub id."""
+    import yaml
+
+    (tmp_path / "models" / "\U0001f600").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for given in ("models/\U0001f600", "./models/\U0001f600"):
+        assert root.main(["serve", "--model", given, "--show-config"]) == 0
+        shown = yaml.safe_load(capsys.readouterr().out)
+        assert shown["images"]["model"] == str(tmp_path / "models" / "\U0001f600")
+
+
 def test_cli_show_deployments_prints_the_table(tmp_path, capsys):
     """`serve --show-deployments`: a line for each deployment, then what a change of each key does, as JSON too."""
     path = tmp_path / "plait.yaml"
