@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -86,6 +87,19 @@ def test_cli_completes_what_bash_asks_for(line, offered):
     registered, *found = done.stdout.split("\n")
     assert registered == "complete -o default -C 'plait --complete' plait"
     assert [each for each in found if each] == offered
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "list"]])
+def test_cli_a_reader_that_has_had_enough_hears_no_complaint(arguments, unbuffered):
+    """As `head` that has its lines."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "plait.cli.main", *arguments]
+    with os.fdopen(writes, "w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=environ, timeout=60, check=False)
+    assert (done.returncode != 0, done.stderr) == (True, b"")
 
 
 def test_cli_version_is_one_line(capsys):
