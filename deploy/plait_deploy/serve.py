@@ -24,7 +24,6 @@ class ServeApplication:
     args: Mapping[str, Any]
     deployments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     autoscaling_policy: Mapping[str, Any] | None = None
-    route_prefix: str = "/"
 
 
 def render_serve(
@@ -39,7 +38,7 @@ def render_serve(
         "applications": [
             {
                 "name": application.name,
-                "route_prefix": application.route_prefix,
+                "route_prefix": "/",
                 "import_path": application.import_path,
                 "args": dict(application.args),
                 **({} if policy is None else {"autoscaling_policy": dict(policy)}),

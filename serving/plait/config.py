@@ -55,6 +55,15 @@ class TenantSection(Section):
     queued_s: Annotated[float | None, Field(gt=0, description="predicted compute-seconds that may wait")] = None
 
 
+def _own_host(text: str) -> str:
+    """Check what is listened on. Raises ValueError for what is neither a name nor an address, as `127.0.0..1`."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        raise ValueError("must be a name or an address of this machine") from None
+    return text
+
+
 def _host_name(text: str) -> str:
     """Check a host name. Raises ValueError if it includes a port, because such a name would never match."""
     if text.count(":") == 1 or (text.startswith("[") and not text.endswith("]")):
@@ -84,7 +93,7 @@ def _origin(text: str) -> str:
 class ServerSection(Section):
     """Where HTTP listens and who may send requests. Without keys, anyone who can reach the port may."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1), AfterValidator(_own_host)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="0: any free port")] = 8000
     direct_port: Annotated[
         int | None,
@@ -317,6 +326,11 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
+def setting(path: str, value: Any) -> str:
+    """Return the override that sets a value. YAML reads JSON, but not its two halves of a character like 😀."""
+    return f"{path}={json.dumps(value, ensure_ascii=False)}"
+
+
 def _override(data: dict[str, Any], text: str) -> None:
     """Set `a.b.c=value` inside `data`; the value is YAML."""
     dotted, equals, value = text.partition("=")
@@ -331,7 +345,7 @@ def _override(data: dict[str, Any], text: str) -> None:
         place = inner
     try:
         place[keys[-1]] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise ConfigError("--set", [f"{dotted}: the value is not YAML"]) from error
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from PIL import Image
 
 from plait.server import processes
 from support.server import REAL, PlaitServer, free_port, write_tiny_models
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.cluster
 SIZE = 32
@@ -72,14 +72,6 @@ def made(server, **body):
 
 def difference(a, b):
     return float(np.abs(a.astype(int) - b.astype(int)).mean())
-
-
-def metric(server, name):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
-    connection.close()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and line[len(name)] in " {")
 
 
 def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
@@ -141,12 +133,9 @@ def test_serve_that_told_its_address_is_ready(plait_server):
 
 def test_serve_says_what_its_host_shares(plait_server):
     """An engine and three ControlNet replicas have a thread each, at least; shared if there are fewer cores."""
-    until_s = time.monotonic() + 60  # a replica may still be starting
-    while metric(plait_server, "plait_host_threads_planned") < 4 and time.monotonic() < until_s:
-        time.sleep(0.5)
-    planned, cores = metric(plait_server, "plait_host_threads_planned"), metric(plait_server, "plait_host_cores")
-    assert planned >= 4
-    assert metric(plait_server, "plait_host_shared") == (planned > cores)
+    wait_for(lambda: plait_server.metric("plait_host_threads_planned") >= 4)  # a replica may still be starting
+    planned, cores = plait_server.metric("plait_host_threads_planned"), plait_server.metric("plait_host_cores")
+    assert plait_server.metric("plait_host_shared") == (planned > cores)
 
 
 def test_serve_every_part_of_a_request_changes_the_picture(plait_server):
@@ -240,35 +229,24 @@ def test_serve_new_lora_file_needs_no_restart(plait_server):
     temporary.write_bytes((folder / "noto.safetensors").read_bytes())
     temporary.rename(fresh)
     try:
-        until(lambda: plait_server.generate(**body)[0] != 404, "the new file")
+        wait_for(lambda: plait_server.generate(**body)[0] != 404)
         assert difference(made(plait_server, **body), made(plait_server, **{**body, "loras": [{"name": "noto"}]})) <= 1
     finally:
         fresh.unlink()
     assert plait_server.generate(**body)[0] == 404
 
 
-def until(holds, what):
-    until_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.02)
-
-
-def until_metric(server, name, holds):
-    until(lambda: holds(metric(server, name)), name)
-
-
 def test_serve_disconnect_cancels_the_engines_work(plait_server):
     """A client that hangs up frees the engine: a long request is given up after a step or two, not at its end."""
     connection = http.client.HTTPConnection("127.0.0.1", plait_server.port, timeout=120)
-    given_up, steps = (metric(plait_server, f"plait_{name}_total") for name in ("cancelled", "engine_steps"))
+    given_up, steps = (plait_server.metric(f"plait_{name}_total") for name in ("cancelled", "engine_steps"))
     body = json.dumps({"prompt": "cat", "num_inference_steps": 200, "n": 8})
     connection.request("POST", "/v1/images/generations", body, {"content-type": "application/json"})
-    until_metric(plait_server, "plait_engine_steps_total", lambda now: now > steps)
+    wait_for(lambda: plait_server.metric("plait_engine_steps_total") > steps)
     connection.close()
-    until_metric(plait_server, "plait_cancelled_total", lambda now: now > given_up)
-    until_metric(plait_server, "plait_engine_requests_running", lambda now: now == 0)
-    assert metric(plait_server, "plait_engine_steps_total") - steps < 150
+    wait_for(lambda: plait_server.metric("plait_cancelled_total") > given_up)
+    wait_for(lambda: plait_server.metric("plait_engine_requests_running") == 0)
+    assert plait_server.metric("plait_engine_steps_total") - steps < 150
 
 
 def kill_replica(server, deployment):
@@ -281,11 +259,11 @@ def test_serve_survives_kill_minus_9_of_a_controlnet_replica(plait_server):
     """Killed in mid-request: another replica finishes the request, and its batch mates never notice."""
     slow = {"prompt": "cat", "num_inference_steps": 150, "seed": 1}
     expected = made(plait_server, **slow, controlnets=[control("edges")])
-    steps = metric(plait_server, "plait_engine_steps_total")
+    steps = plait_server.metric("plait_engine_steps_total")
     with ThreadPoolExecutor(3) as threads:
         controlled = threads.submit(plait_server.generate, **slow, controlnets=[control("edges")])
         mate = threads.submit(plait_server.generate, **slow)
-        until_metric(plait_server, "plait_engine_steps_total", lambda now: now > steps)
+        wait_for(lambda: plait_server.metric("plait_engine_steps_total") > steps)
         assert not controlled.done()
         for pid in plait_server.replica_pids("controlnet-edges")[:1]:
             os.kill(pid, signal.SIGKILL)
@@ -305,26 +283,21 @@ def test_serve_recovers_when_the_only_controlnet_replica_was_killed(plait_server
         assert answer["error"]["code"] == "controlnet_unavailable"
         assert "colors" in answer["error"]["message"]
     assert plait_server.generate(prompt="cat", num_inference_steps=2)[0] == 200
-    until_s = time.monotonic() + 180
-    while plait_server.generate(**body)[0] != 200:
-        assert time.monotonic() < until_s, "the ControlNet did not come back"
-        time.sleep(1)
+    wait_for(lambda: plait_server.generate(**body)[0] == 200, timeout_s=180)
 
 
 def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
     """The base replica dies in mid-request: the request is made again on the new one, and the server recovers."""
     body = {"prompt": "tree", "num_inference_steps": 200, "seed": 9}
     expected = made(plait_server, **body)
-    steps = metric(plait_server, "plait_engine_steps_total")
+    steps = plait_server.metric("plait_engine_steps_total")
     answers = []
     thread = threading.Thread(target=lambda: answers.append(plait_server.generate(**body)))
     thread.start()
-    until_metric(plait_server, "plait_engine_steps_total", lambda now: now > steps)
+    wait_for(lambda: plait_server.metric("plait_engine_steps_total") > steps)
     kill_replica(plait_server, "engine")
     thread.join(120)
     status, answer, _ = answers[0]
     assert status == 200, answer
     assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
-    until_s = time.monotonic() + 60
-    while (health := plait_server.get("/health"))[0] != 200:  # the new replica converts, and may answer late
-        assert time.monotonic() < until_s, health[1]
+    wait_for(lambda: plait_server.get("/health")[0] == 200)  # the new replica converts, and may answer late

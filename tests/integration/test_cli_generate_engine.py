@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -56,14 +55,6 @@ def test_seed_lora_and_controlnet_act(make, tmp_path):
     assert "Model: edges" in text
 
 
-def test_an_unknown_lora_is_wrong_usage(config, tmp_path, capsys):
-    """The engine's catalog is asked, and nothing is written."""
-    out = tmp_path / "a.png"
-    assert main(["generate", "x", "-o", str(out), "--config", str(config), "--lora", "nobody"]) == 2
-    assert "nobody" in capsys.readouterr().err
-    assert not out.exists()
-
-
 def test_only_what_the_order_names_is_loaded_and_run(make, monkeypatch):
     """No warm-up image, no ControlNet that nobody asked for, and no LoRA file opened to list its format."""
 
@@ -85,16 +76,6 @@ def test_a_model_that_memory_cannot_hold_is_one_sentence(config, tmp_path, monke
     assert "needs 0.5" in told
     assert told.endswith("0.00 GB are available")
     assert not out.exists()
-
-
-def test_the_list_tells_what_the_tiny_configuration_offers(config, capsys):
-    """`plait models list --json` on real folders."""
-    assert main(["models", "list", "--json", "--config", str(config)]) == 0
-    entries = {(item["kind"], item["name"]): item for item in json.loads(capsys.readouterr().out)}
-    assert entries["base", "tiny"]["family"] == "sd1"
-    assert entries["lora", "noto"]["format"] == "peft"
-    assert entries["lora", "sketch"]["format"] == "kohya"
-    assert ("controlnet", "edges") in entries
 
 
 COMMAND = """

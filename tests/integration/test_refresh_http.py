@@ -142,6 +142,7 @@ def test_from_a_retrained_model_to_the_running_server(server, tmp_path, capsys):
         (["refresh", "nobody", "{update}", "--url", "{url}", "--api-key", "boss"], "nobody"),
         (["refresh", "parts", "{update}", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
         (["refresh", "parts", "{update}", "--url", "parts"], "is not http"),
+        (["refresh", "parts", "{update}", "--url", "{url}", "--api-key", "boss\r"], "a character that no header may"),
         (["refresh", "parts", "{update}", "--url", "http://127.0.0.1:port"], "is not http"),
         (["refresh", "parts", "{update}", "--url", "{url}/no/such", "--api-key", "boss"], "answered 404"),
         (["update", "{package}", "{file}:module", "-o", "{out}", "--version", "2"], "must return"),

@@ -15,6 +15,7 @@ from typing import Any
 from plait.server import processes
 from plait.server.state import RunRecord
 from support.asking import Answer, ask
+from support.prometheus import found
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 600.0  # what `server.ready_timeout_s` is
@@ -132,6 +133,10 @@ class PlaitServer:
     def get(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """GET: status, JSON body, headers."""
         return _json(ask(self.url + path, timeout_s=timeout_s))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples in `/metrics`; 0 if there are none."""
+        return sum(found(ask(self.url + "/metrics", timeout_s=120).text, name))
 
     def post(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """POST without a body: status, JSON body, headers."""

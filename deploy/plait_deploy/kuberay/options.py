@@ -58,14 +58,9 @@ class WorkerGroup(_Section):
         return self
 
 
-class CpuGroup(WorkerGroup):
-    """CN: what needs no GPU."""
-
-
 class ShardGroup(WorkerGroup):
     """Shards of ranking models' tables: memory and few cores."""
 
-    cpus: Annotated[int, Field(ge=1, le=1024, description="cores of a pod")] = 4
     memory: Quantity = "64Gi"
 
 
@@ -142,8 +137,8 @@ class DeploySection(_Section):
     token_secret: Annotated[
         DnsLabel | None, Field(description="has Ray's token as auth_token; unset: the operator makes one")
     ] = None
-    head: CpuGroup = CpuGroup(cpus=2, memory="8Gi")
-    cpu: CpuGroup = CpuGroup()
+    head: WorkerGroup = WorkerGroup(cpus=2, memory="8Gi")
+    cpu: Annotated[WorkerGroup, Field(description="CN: what needs no GPU")] = WorkerGroup()
     gpu: GpuGroup = GpuGroup()
     shard: ShardGroup = ShardGroup()
     volumes: Volumes = Volumes()

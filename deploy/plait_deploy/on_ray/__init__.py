@@ -1,7 +1,7 @@
 """Placement on Ray Serve by public means only: deployments, one for each model and class of nodes, whose label
 selectors never change, and an autoscaling policy of the application that sets how many replicas each has.
 
-Modules: `names` (deployments of a class), `declared` (what a Serve configuration says), `replica_location` (what
-replicas report), `nodes` (Ray's nodes as a cluster state), `policy` (what Serve's controller runs), `gauges` (for
+Modules: `declared` (what a Serve configuration says), `replica_location` (what replicas report), `nodes` (Ray's nodes
+as a cluster state, the names of deployments), `policy` (what Serve's controller runs), `gauges` (for
 `/metrics`).
 """

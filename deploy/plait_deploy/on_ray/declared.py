@@ -50,7 +50,6 @@ def policy_options(
     classes: Sequence[str],
     *,
     follows: Mapping[str, Mapping[str, Any]] | None = None,
-    policy: str = OURS,
 ) -> dict[str, Any]:
     """Return the `autoscaling_policy` of the application. `follows`: the policies, as in an `autoscaling_config`, of
     those whose number of replicas follows the load."""
@@ -59,7 +58,7 @@ def policy_options(
         "policy_kwargs": {
             "classes": list(classes),
             "deployments": {each.name: _needs(each) for each in demands},
-            "policy": policy,
+            "policy": OURS,
             **({"follows": {name: dict(each) for name, each in follows.items()}} if follows else {}),
         },
     }

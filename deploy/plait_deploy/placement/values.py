@@ -78,20 +78,11 @@ class TaskPlacement:
     devices: tuple[int, ...]
 
 
-def classes_of(tasks: Iterable[Task], *, coverage: float = 1.0) -> tuple[TaskClass, ...]:
-    """Return the classes of the tasks, the commonest first, until they are `coverage` (0..1) of all tasks.
-
-    0.95 is what FGD runs with (`podPopularityThreshold`); 1 keeps every class. Classes of equal weight keep the order
-    in which they first appear.
-    """
+def classes_of(tasks: Iterable[Task]) -> tuple[TaskClass, ...]:
+    """Return the classes of the tasks, the commonest first; those of equal weight in the order in which they first
+    appear."""
     counted = Counter(
         Task(cpu_milli=task.cpu_milli, gpus=task.gpus, gpu_milli=task.gpu_milli, gpu_models=task.gpu_models)
         for task in tasks
     )
-    wanted, taken, classes = coverage * counted.total(), 0, []
-    for task, weight in counted.most_common():
-        if taken >= wanted:
-            break
-        classes.append(TaskClass(task=task, weight=weight))
-        taken += weight
-    return tuple(classes)
+    return tuple(TaskClass(task=task, weight=weight) for task, weight in counted.most_common())

@@ -25,7 +25,10 @@ def show(
     import json
     from dataclasses import asdict
 
-    from plait.errors import write
+    from plait.errors import PlaitError, write
+
+    if folder is not None and not folder.is_dir():
+        raise PlaitError(f"{folder}: there is no such folder")
     from plait.offline.audit import drifts, page
     from plait_serving.diffusion.families.preparation import audit_folder
     from plait_serving.diffusion.settings import default_prepared_folder

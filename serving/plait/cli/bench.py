@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from plait.errors import PlaitError, told
+from plait.errors import PlaitError, told, write
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -81,9 +81,9 @@ def bench(
     text = json.dumps(document, indent=1)
     if document["left_out"] and not document["rows"]:
         raise PlaitError("nothing was measured: " + "; ".join(document["left_out"].values()))
-    if out is not None:
-        out.write_text(f"{text}\n", encoding="utf-8")
     print(text if as_json else text_table(document))
+    if out is not None:
+        write(out, f"{text}\n")
     if document["missed"]:
         raise typer.Exit(_MISSED)
 

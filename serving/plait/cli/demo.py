@@ -15,6 +15,8 @@ def demo(out: Annotated[Path, typer.Option(help="folder for the images")] = Path
     """Start a server, make images (plain, ControlNet, LoRA, both, two at once), rank films, run a load test, stop the
     server, and tune a clone."""
     from plait.demo.run import run
+    from plait.errors import told
 
-    sheet = run(out, say=print)
+    with told(file=out):
+        sheet = run(out, say=print)
     print(f"all of them: {sheet}")

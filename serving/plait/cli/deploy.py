@@ -41,13 +41,15 @@ def render(
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
-    from plait.config import load_config
+    from plait.config import load_config, setting
     from plait.errors import PlaitError
     from plait.offline.manifests import kuberay_manifests, placed_application, serve_application
     from plait_deploy.serve import render_serve
 
-    options = [f"deploy.image={json.dumps(image)}"] if image is not None else []
-    options += ["deploy.allow_tag=true"] if allow_tag else []
+    options = [setting("deploy.image", image)] if image is not None else []
+    options += [setting("deploy.allow_tag", True)] if allow_tag else []
+    if target is RenderTarget.SERVE and options:
+        raise PlaitError("--image and --allow-tag go with --target kuberay: Ray's nodes have plait already")
     loaded = load_config(config, overrides=[*(settings or []), *options])
     if target is RenderTarget.KUBERAY:
         if cluster is not None:

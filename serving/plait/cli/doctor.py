@@ -14,14 +14,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml, whose folders of models are checked too")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="the port that the server would take")] = 8000,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="the port that the server would take; plait.yaml's if left out")
+    ] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="also ask a running Ray: its nodes and Serve")] = False,
     address: Annotated[
-        str | None, typer.Option(help="that Ray; if left out, the one of plait serve on the port, or any here")
+        str | None, typer.Option(help="with --cluster: that Ray; else the one of plait serve on the port, or any here")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:
     """Check this machine, its sockets and models, and a cluster; say what to do. Exit with code 1 on a problem."""
+    if address is not None and not cluster:
+        raise typer.BadParameter("goes with --cluster", param_hint="--address")
     from plait.config import load_config
     from plait.doctor import machine, models, sockets
     from plait.doctor.cluster import check_cluster
@@ -29,6 +33,7 @@ def doctor(
     from plait_serving.images.config import STARTER_FOLDER
 
     loaded = load_config(config)
+    port = loaded.server.port if port is None else port
     findings = [
         *machine.check_python(),
         *machine.check_packages(),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -97,16 +96,24 @@ def _say(text: str, share: float) -> None:
 
 def _images(model: str | None, config: Path | None) -> tuple[ImagesSection, str | None]:
     """Return the section to draw with, and what the request calls the model; a folder is the section's only one."""
-    from plait.config import load_config
+    from plait.config import load_config, setting
     from plait.errors import PlaitError
+    from plait.offline.inventory import more_models
 
     images = load_config(config).images
     if images is None:
         raise PlaitError("the configuration says images: null; there is nothing to draw with")
-    is_folder = model is not None and ("/" in model or Path(model).expanduser().exists())
-    if model is None or not is_folder:
+    if model is None or model in (*images.base_models, *images.aliases, *more_models(images)):
         return images, model
-    alone = load_config(config, overrides=["images.models=null", f"images.model={_model_path(model)}"]).images
+    folder = Path(model).expanduser()
+    if folder.exists():  # in the working directory, not beside the configuration file
+        own: dict[str, Any] = {"model": str(folder.resolve()), "revision": None}
+    elif "/" in model:
+        own = {"model": model}
+    else:
+        return images, model
+    own |= {"models": None, "name": None, "aliases": {}}  # which are for the configuration's own models
+    alone = load_config(config, overrides=[setting(f"images.{key}", value) for key, value in own.items()]).images
     assert alone is not None
     return alone, None
 
@@ -118,10 +125,3 @@ def open_service(images: ImagesSection) -> AbstractContextManager[ImageService]:
 
     print(f"loading {images.public_name} ...", file=sys.stderr, flush=True)
     return open_local(with_dtype(images))
-
-
-def _model_path(model: str) -> str:
-    """Resolve a folder against the working directory, not against the configuration file. A JSON string is valid
-    YAML."""
-    folder = Path(model).expanduser()
-    return json.dumps(str(folder.resolve()) if folder.exists() else model)

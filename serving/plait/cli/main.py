@@ -35,7 +35,17 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code (the console script exits with it)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _told(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read our output has had enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+
+
+def _told(arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -75,10 +85,6 @@ def _run(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("plait: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has had enough. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
     except (PlaitError, EngineError) as error:
         print(f"plait {name}: {error}", file=sys.stderr)
         return EXIT_FAILED

@@ -40,7 +40,9 @@ def random_model(
         raise typer.BadParameter(f"{out} is no .safetensors file", param_hint="--out")
     if lora is not None and family.value.endswith("controlnet"):
         raise typer.BadParameter("a LoRA is for a base model, not for a ControlNet", param_hint="--lora")
-    _require_new(out, file=lora is not None)
+    from plait_serving.diffusion.sources.staging import require_new_file, require_new_folder
+
+    (require_new_folder if lora is None else require_new_file)(out)  # before the libraries are loaded
     print("loading the model classes ...", file=sys.stderr, flush=True)
     from plait.errors import told
     from plait_serving.diffusion.published.architectures import ARCHITECTURES
@@ -61,13 +63,6 @@ def random_model(
     if not family.value.endswith("controlnet"):
         print(f"serve it: images: {{{key}}} in plait.yaml", file=sys.stderr)
     print(out)
-
-
-def _require_new(out: Path, *, file: bool) -> None:
-    """Refuse what is there already, before the libraries are loaded."""
-    from plait_serving.diffusion.sources.staging import require_new_file, require_new_folder
-
-    (require_new_file if file else require_new_folder)(out)
 
 
 def _progress() -> Callable[[str, int, int], None]:

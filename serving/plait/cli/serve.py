@@ -40,13 +40,14 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
     as_json: Annotated[bool, typer.Option("--json", help="with --show-deployments: one JSON list")] = False,
 ) -> None:
     """Start the server, print its address on stdout when it is ready, and run until Ctrl-C or SIGTERM."""
-    from plait.config import dump_config, load_config
+    if as_json and not show_deployments:
+        raise typer.BadParameter("goes with --show-deployments", param_hint="--json")
+    from plait.config import dump_config, load_config, setting
 
-    if model is not None and model.startswith("."):
+    if model is not None and (model.startswith(".") or ("/" in model and Path(model).exists())):
         model = str(Path(model).absolute())  # the person at the keyboard means their own folder, not the file's
     options = {"server.host": host, "server.port": port, "images.model": model, "ray.address": address}
-    # JSON strings are YAML strings: a host like "::1" must not be read as anything else.
-    overrides = [*(settings or []), *(f"{key}={_yaml(value)}" for key, value in options.items() if value is not None)]
+    overrides = [*(settings or []), *(setting(key, value) for key, value in options.items() if value is not None)]
     loaded = load_config(config, overrides=overrides)
     if show_config:
         print(dump_config(loaded), end="")
@@ -126,7 +127,3 @@ def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
 def _key(key: str, knobs: Mapping[str, Any]) -> str:
     value = knobs.get(key)
     return key if key not in knobs or isinstance(value, dict) else f"{key}={value}"
-
-
-def _yaml(value: str | int) -> str:
-    return json.dumps(value)

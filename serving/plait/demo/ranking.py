@@ -6,13 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from plait.errors import ServeError
 from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
-
-if TYPE_CHECKING:
-    import httpx2
 
 MODEL = "picks"
 BEST = 5
@@ -47,9 +43,8 @@ PEOPLE = (
 )
 
 
-def rank_for_everybody(ask: PostBody, *, say: Callable[[str], None]) -> list[Mapping[str, Any]]:
-    """Request each person's best films out of all, report them and the time taken, and return the responses."""
-    answers = []
+def rank_for_everybody(ask: PostBody, *, say: Callable[[str], None]) -> None:
+    """Request each person's best films out of all, and report them and the time taken."""
     for person in PEOPLE:
         body = {"model": MODEL, "user": person.features(), "candidates": "all", "top_k": BEST}
         started_s = time.monotonic()
@@ -58,8 +53,6 @@ def rank_for_everybody(ask: PostBody, *, say: Callable[[str], None]) -> list[Map
         say(f"  for {person.who}: {seconds * 1e3:.1f} ms ({_parts(answer['timings'])})")
         for item in answer["items"]:
             say(f"    {item['score']:.3f}  {item['name']}")
-        answers.append(answer)
-    return answers
 
 
 def _parts(timings: Mapping[str, float]) -> str:
@@ -74,15 +67,3 @@ def offers_ranking(url: str) -> bool:
 
     listed = httpx2.get(f"{url}/v1/models", timeout=30.0).json()["data"]
     return any(model["id"] == MODEL for model in listed)
-
-
-def post_rank(client: httpx2.Client, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """POST to /v1/recommend. Raises `ServeError` with the server's own message.
-
-    All calls share one `client`: creating one reads the system's certificates, which takes longer than ranking.
-    """
-    answer = client.post(f"{url}/v1/recommend", json=body, timeout=60.0)
-    data: dict[str, Any] = answer.json()
-    if answer.status_code != 200:
-        raise ServeError(f"the server refused to rank: {data['error']['message']}")
-    return data

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.demo.ranking import PostBody, offers_ranking, post_rank, rank_for_everybody
+from plait.demo.ranking import PostBody, offers_ranking, rank_for_everybody
 from plait.errors import ServeError
 from plait.server import processes
 from plait_serving.images.config import STARTER_GUIDANCE, STARTER_MODEL
@@ -26,6 +26,7 @@ from plait_serving.images.config import STARTER_GUIDANCE, STARTER_MODEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import httpx2
     from PIL.Image import Image
 
 _PLAIT = (sys.executable, "-m", "plait.cli.main")
@@ -92,14 +93,19 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
     folder = second_model(out)
     say(f"  {folder}  a base model: the starter with {ITS_LORA} in its weights, {time.monotonic() - started_s:.1f} s")
     started_s = time.monotonic()
-    with own_server(folder) as url:
-        say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
-        images = make_scenes(lambda body: post(url, body), out, say=say)
-        if ranks := offers_ranking(url):
-            import httpx2
+    import httpx2
 
-            with httpx2.Client() as client:
-                rank_for_everybody(lambda body: post_rank(client, url, body), say=say)
+    # One client: making one reads the system's certificates, which takes longer than ranking.
+    with own_server(folder) as url, httpx2.Client() as client:
+        say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
+
+        def image(body: Mapping[str, Any]) -> Mapping[str, Any]:
+            kind = "edits" if "image" in body else "generations"
+            return post(client, f"{url}/v1/images/{kind}", body)
+
+        images = make_scenes(image, out, say=say)
+        if ranks := offers_ranking(url):
+            rank_for_everybody(lambda body: post(client, f"{url}/v1/recommend", body), say=say)
         say(smoke(url, out / "load.html"))
     say("server stopped")
     sheet = out / "contact-sheet.png"
@@ -227,7 +233,7 @@ def second_model(out: Path) -> Path:
 def own_server(second: Path) -> Iterator[str]:
     """Run `plait serve` on a free port for the duration of the block, with the starter and a `second` model, its
     progress on our stderr; yield its URL."""
-    models = json.dumps({STARTER_MODEL: STARTER_MODEL, second.name: str(second.resolve())})
+    models = json.dumps({STARTER_MODEL: STARTER_MODEL, second.name: str(second.resolve())}, ensure_ascii=False)
     command = [*_PLAIT, "serve", "--port", "0", "--set", f"images.models={models}"]
     # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. SIGTERM to us does the
     # same, and if we are killed the kernel tells the server to stop.
@@ -255,14 +261,10 @@ def own_server(second: Path) -> Iterator[str]:
             process.stdout.close()
 
 
-def post(url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """POST to /v1/images/generations, or to edits if there is an image to start from. Raises `ServeError` with the
-    server's own message."""
-    import httpx2
-
-    kind = "edits" if "image" in body else "generations"
-    answer = httpx2.post(f"{url}/v1/images/{kind}", json=body, timeout=600.0)
+def post(client: httpx2.Client, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """POST a body. Raises `ServeError` with the server's own message."""
+    answer = client.post(url, json=body, timeout=600.0)
     data: dict[str, Any] = answer.json()
     if answer.status_code != 200:
-        raise ServeError(f"the server refused {body['prompt']!r}: {data['error']['message']}")
+        raise ServeError(f"the server refused {body.get('prompt', 'to rank')!r}: {data['error']['message']}")
     return data

@@ -154,8 +154,8 @@ def check_port(host: str, port: int) -> list[CheckResult]:
 def _can_write(folder: Path) -> bool:
     """Return whether the folder, or the first of its parents that is there, takes a new file; it is tried, since root
     may write by mode where a file system takes nothing."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    try:
+    try:  # somebody else's home may not even be looked into
+        there = next(each for each in (folder, *folder.parents) if each.exists())
         with tempfile.TemporaryFile(dir=there):
             return True
     except OSError:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from plait.config import PlaitConfig, ServedConfig
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
-from plait.offline.inventory import lora_names, more_models, read_json, tensors_of
+from plait.offline.inventory import lora_names, more_models, tensors_of
 from plait_disagg.package.manifest import MANIFEST, PackageError, read_manifest, sha256_of
 from plait_serving.diffusion.errors import EngineError, LoraError, ModelError
-from plait_serving.diffusion.families import family_row, row_of_file
+from plait_serving.diffusion.families import check_controlnet, family_row, row_of_file
 from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
-from plait_serving.diffusion.lora.listing import ADAPTER_FILE, list_loras
+from plait_serving.diffusion.lora.listing import ADAPTER_FILE, DIFFUSERS_FILE, list_loras
 from plait_serving.diffusion.models.folder import INDEX, FolderOfModels
-from plait_serving.diffusion.sources.file_kinds import stem_of, why_unread
+from plait_serving.diffusion.sources.file_kinds import read_json, stem_of, why_unread
 from plait_serving.diffusion.sources.names import composed, shown
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES, find_weights
-from plait_serving.images.config import BaseSource, ImagesSection
+from plait_serving.images.config import BaseSource, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import ShardsSection
 from plait_serving.spelling import hint
 
@@ -29,6 +30,7 @@ _PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 """The folders of a diffusers model that hold weights, beside the model that steps."""
 _WEIGHTLESS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3")
 """Those that hold none, and without which no model is loaded."""
+_NO_LORA, _LORA_ADVICE = "no LoRA that plait reads", "remove it, or save it as PEFT or kohya safetensors"
 _SHOWN = 5
 """Of what is left out of a folder."""
 
@@ -37,10 +39,7 @@ def check_starter(folder: Path) -> list[CheckResult]:
     """Check the starter files against the SHA-256 sums in their manifest."""
     from plait_serving.starter.manifest import files_in, manifest_problems
 
-    try:
-        problems = manifest_problems(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problems = [f"its manifest cannot be read ({error})"]
+    problems = manifest_problems(folder)
     detail = "; ".join(problems[:3]) or f"{len(files_in(folder))} files as in the manifest"
     return [finding("starter", not problems, detail, "install plait again")]
 
@@ -49,7 +48,7 @@ def check_models(config: PlaitConfig) -> list[CheckResult]:
     """Check every folder that a configuration names; no weights are loaded. A hub id is checked when it is fetched."""
     images = config.images
     return [
-        *check_folders(config),
+        *check_folders(config, fully=True),
         *([] if images is None or images.loras.folder is None else _loras(images.loras.folder)),
         *([] if images is None or images.models_folder is None else _left_out(images.models_folder)),
         *_packages(config),
@@ -60,63 +59,94 @@ def check_model(config: ServedConfig, model: str) -> Iterator[CheckResult]:
     """Check one model: of a configuration, by the name that requests use, or whatever lies in a folder or file; no
     weights are loaded. Raises `PlaitError` if there is none."""
     images, packages = config.images, config.ranking_models
-    places: dict[str, Path] = {}
     bases: dict[str, BaseSource] = {}
+    nets: Mapping[str, ControlNetSection] = {}
+    loras: Mapping[str, Path] = {}
+    stored: Collection[str] = ()
     if images is not None:
-        loras, more = images.resolved_lora_folder(), more_models(images)
-        places |= {} if loras is None else list_loras(loras).files
-        places |= {name: section.folder for name, section in images.resolved_controlnets().items()}
-        bases = {**{name: BaseSource(model=str(folder)) for name, folder in more.items()}, **images.base_models}
+        more = {name: BaseSource(model=str(folder)) for name, folder in more_models(images).items()}
+        bases, nets = {**more, **images.base_models}, images.resolved_controlnets()
+        folder, store = images.resolved_lora_folder(), images.loras.store
+        loras, stored = {} if folder is None else list_loras(folder).files, () if store is None else store.entries
     name, path = composed(model), Path(model).expanduser()
-    if name in bases:
-        base = bases[name]
-        if base.is_hub_id:
-            yield CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{base.model}: checked when it is fetched")
-        else:
-            yield from check_base(replace(base, model=base.folder), name)
-    elif name in places:
-        yield from _at(places[name], name)
-    elif name in packages:
+    if (base := bases.get(name)) is not None and not base.is_hub_id:
+        yield from _check_fully(replace(base, model=base.folder), name, images)
+    elif base is not None or name in stored:
+        yield CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{name}: checked when it is fetched")
+    if name in nets:
+        yield _controlnet(nets[name].folder, name)
+    if name in loras:
+        yield _lora(loras[name])
+    if name in packages:
         yield _package(packages[name].folder, name)
-    elif path.exists():
-        yield from _at(path, model)
-    else:
-        known = (*bases, *places, *packages)
+    known = (*bases, *nets, *loras, *stored, *packages)
+    if name in known:
+        return
+    if not path.exists():
         raise PlaitError(f"{model}: no model of that name, no folder and no file{hint(name, known)}")
+    yield from _at(path, model, images)
 
 
-def _at(path: Path, key: str) -> Iterator[CheckResult]:
+def _at(path: Path, key: str, images: ImagesSection | None) -> Iterator[CheckResult]:
     """Check what lies somewhere, by what it looks like; what looks like nothing is said to be no base model."""
-    adapter, is_model = path / ADAPTER_FILE, (path / INDEX).exists()
+    is_model = (path / INDEX).exists()
+    saved = () if is_model else [it for name in (DIFFUSERS_FILE, ADAPTER_FILE) if (it := path / name).is_file()]
     if stem_of(path.name) is not None and format_of_keys(tensors_of(path)) != "unknown":
         yield _lora(path)
-    elif adapter.is_file() and not is_model:
-        yield _lora(adapter)
+    elif saved:
+        yield from map(_lora, saved)
     elif (path / MANIFEST).is_file():
         yield _package(path, key)
     elif (path / "config.json").is_file() and not is_model:
-        yield _weights(path, key)
+        yield _controlnet(path, key)
     else:
-        yield from check_base(BaseSource(model=str(path)), key)
+        yield from _check_fully(BaseSource(model=str(path)), key, images)
 
 
-def check_folders(config: ServedConfig) -> Iterator[CheckResult]:
-    """Check what directories and the headers of weights tell, in a fraction of a second and without torch. A failure is
-    something that a server would end by, a warning something that it would leave out."""
+def _check_fully(base: BaseSource, key: str, images: ImagesSection | None) -> Iterator[CheckResult]:
+    """Check what a base model's folder looks like, and then all that the engine would refuse it for before it reads
+    weights, by the engine's own code, which takes seconds to import."""
+    yield from (found := list(check_base(base, key)))
+    if any(it.verdict is CheckStatus.FAIL for it in found):
+        return
+    try:
+        from plait_serving.diffusion import assemble
+    except ImportError:  # another check says so
+        return
+    images = images or ImagesSection()
+    settings = assemble.EngineSettings(
+        model=base.model,
+        config=base.config,
+        dtype=images.dtype,
+        device=images.device,
+        executor=images.executor,
+        safety_checker=images.safety_checker,
+    )
+    try:
+        assemble.check_model(settings)
+    except ModelError as error:
+        yield finding("models", False, f"{key}: {error.message}", "correct what is named, or take another model")
+
+
+def check_folders(config: ServedConfig, *, fully: bool = False) -> Iterator[CheckResult]:
+    """Check what directories and the headers of weights tell, in a fraction of a second and without torch; `fully`: all
+    that needs no weights. A failure is something that a server would end by, a warning something that it would leave
+    out."""
     images = config.images
     if images is not None:
+        check = partial(_check_fully, images=images) if fully else check_base
         yield from _twins(images)
         for number, (name, base) in enumerate(images.base_models.items()):
             key = "images.model" if images.models is None else f"images.models.{name}"
-            for found in () if base.is_starter or base.is_hub_id else check_base(base, key):
+            for found in () if base.is_starter or base.is_hub_id else check(base, key):
                 yield found if number == 0 else _as_warning(found)
         for name, section in (images.controlnets or {}).items():
-            yield _weights(section.folder, f"images.controlnets.{name}.folder")
+            yield _controlnet(section.folder, f"images.controlnets.{name}.folder")
         for key, folder in (("loras.folder", images.loras.folder), ("models_folder", images.models_folder)):
             if folder is not None and not folder.is_dir():
                 yield finding("models", False, f"images.{key}: {_missing(folder)}", "make it, or correct the key")
         for name, folder in more_models(images).items():
-            yield from map(_as_warning, check_base(BaseSource(model=str(folder)), f"images.models_folder, {name}"))
+            yield from map(_as_warning, check(BaseSource(model=str(folder)), f"images.models_folder, {name}"))
         yield from _aliases(images)
     for name, ranking in ({} if config.recommend is None else config.recommend.models or {}).items():
         if (broken := _broken_package(ranking.folder, f"recommend.models.{name}.folder")) is not None:
@@ -140,7 +170,7 @@ def check_base(base: BaseSource, key: str) -> Iterator[CheckResult]:
         return
     try:
         index, denoiser = read_json(folder / INDEX), family_row(folder).denoiser
-    except (PlaitError, ModelError) as error:
+    except ModelError as error:
         files = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
         if not folder.is_dir():
             why = why_unread(folder.name) if folder.is_file() else None
@@ -208,7 +238,7 @@ def _weights(folder: Path, key: str) -> CheckResult:
     try:
         found = find_weights(folder)
         read_json(folder / "config.json")
-    except (EngineError, PlaitError, OSError) as error:
+    except (EngineError, OSError) as error:
         if not folder.is_dir():
             return finding("models", False, f"{key}: {_missing(folder)}", "correct the key, or copy the folder again")
         advice = "convert it with diffusers' save_pretrained(safe_serialization=True), or copy the folder again"
@@ -217,10 +247,21 @@ def _weights(folder: Path, key: str) -> CheckResult:
     return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{folder}: safetensors, {size:.2f} GB")
 
 
+def _controlnet(folder: Path, key: str) -> CheckResult:
+    found = _weights(folder, key)
+    if found.verdict is CheckStatus.OK:
+        try:
+            check_controlnet(folder)
+        except ModelError as error:
+            return finding("models", False, f"{key}: {error.message}", "take another ControlNet")
+    return found
+
+
 def _lora(path: Path) -> CheckResult:
-    return CheckResult(
-        name="models", verdict=CheckStatus.OK, detail=f"{path}: a LoRA, {format_of_keys(tensors_of(path))}"
-    )
+    kind = format_of_keys(tensors_of(path))
+    is_known = kind != "unknown"
+    detail = f"{path}: {f'a LoRA, {kind}' if is_known else _NO_LORA}"
+    return finding("models", is_known, detail, _LORA_ADVICE)
 
 
 def _loras(folder: Path) -> Iterator[CheckResult]:
@@ -228,8 +269,8 @@ def _loras(folder: Path) -> Iterator[CheckResult]:
     unknown = [path for path in listing.files.values() if format_of_keys(tensors_of(path)) == "unknown"]
     bad = [shown(path.relative_to(folder.resolve())) for path in unknown]
     count = f"{folder}: {len(listing.files)} LoRAs"
-    detail = f"{', '.join(bad)} in {folder}: no LoRA that plait reads" if bad else count
-    yield finding("models", not bad, detail, "remove it, or save it as PEFT or kohya safetensors")
+    detail = f"{', '.join(bad)} in {folder}: {_NO_LORA}" if bad else count
+    yield finding("models", not bad, detail, _LORA_ADVICE)
     yield from _told(folder, listing.left_out)
 
 
@@ -270,12 +311,26 @@ def _broken_package(folder: Path, key: str) -> CheckResult | None:
 
 
 def _package(folder: Path, key: str) -> CheckResult:
-    """Compare the files of a package with the sums that it says."""
+    """Compare the files of a package with the sums that it says, and open it."""
     if (broken := _broken_package(folder, key)) is not None:
         return broken
     changed = [file for file, sum_ in read_manifest(folder).files.items() if not _is(folder / file, sum_)]
-    state = f"{', '.join(changed[:3])} missing or changed" if changed else f"{folder}, intact"
-    return finding("models", not changed, f"{key}: {state}", "copy the folder again, or package the model again")
+    wrong = f"{', '.join(changed[:3])} missing or changed" if changed else _unopened(folder)
+    advice = "copy the folder again, or package the model again"
+    return finding("models", wrong is None, f"{key}: {wrong or f'{folder}, intact'}", advice)
+
+
+def _unopened(folder: Path) -> str | None:
+    """Return why a worker would not open a package; None: it would."""
+    try:
+        from plait_disagg.package.read import open_package
+
+        open_package(folder, ahead=False)
+    except PackageError as error:
+        return str(error)
+    except ImportError:  # another check says so
+        pass
+    return None
 
 
 def _is(path: Path, sha256: str) -> bool:

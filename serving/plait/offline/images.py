@@ -115,6 +115,8 @@ def parse_order(
         raise OrderError(f"--output: {output.name} must end in {', '.join(SUFFIXES)}")
     if not output.resolve().parent.is_dir():
         raise OrderError(f"--output: the folder {output.parent} does not exist")
+    if preprocess and not controlnets:
+        raise OrderError("--preprocess: needs --controlnet")
     body = {
         **fields,
         "output_format": output_format.value,
@@ -268,4 +270,4 @@ def run_order(order: ImageOrder, service: ImageService, *, preprocessors: Prepro
     except RequestError as error:
         raise OrderError(f"{option_of(error.param)}: {error.message}") from error
     except OSError as error:
-        raise OrderError(f"--output: {error.filename}: {error.strerror}") from error
+        raise OrderError(f"--output: {error.filename or order.output}: {error.strerror}") from error

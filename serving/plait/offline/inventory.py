@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from plait.errors import PlaitError
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.families import family_row, kind_of_controlnet, row_of_file
 from plait_serving.diffusion.lora.container import TensorInfo, inspect
@@ -17,6 +14,7 @@ from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.listing import list_loras
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.models.folder import FolderOfModels
+from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
@@ -38,7 +36,7 @@ def inventory(
 ) -> list[ModelEntry]:
     """Return the base models, their ControlNets and LoRAs sorted by name, then the recommendation models.
 
-    Raises `PlaitError` for a broken folder that the configuration names.
+    Raises `ModelError` for a broken folder that the configuration names.
     """
     ranking = [
         ModelEntry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
@@ -59,7 +57,7 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
         ModelEntry(
             name=name,
             kind="controlnet",
-            family=_told(partial(kind_of_controlnet, section.folder)),
+            family=kind_of_controlnet(section.folder),
             folder=str(section.folder),
             format="diffusers",
         )
@@ -95,7 +93,7 @@ def _base(name: str, base: BaseSource) -> ModelEntry:
             name=name, kind="base", family=_kind_of_file(Path(base.folder)), folder=base.folder, format="single file"
         )
     folder = Path(base.folder)
-    family = _told(lambda: family_row(folder).kind(folder))
+    family = family_row(folder).kind(folder)
     return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
 
 
@@ -103,7 +101,7 @@ def _found(name: str, folder: Path) -> ModelEntry:
     """Return what lies in a folder of models, where one that is broken keeps no other from being listed."""
     try:
         return _base(name, BaseSource(model=str(folder)))
-    except PlaitError:
+    except ModelError:
         return ModelEntry(name=name, kind="base", family="unknown", folder=str(folder), format="unreadable")
 
 
@@ -130,29 +128,9 @@ def _kind_of_file(path: Path) -> str:
         return "unknown"
 
 
-def _told(kind: Callable[[], str]) -> str:
-    try:
-        return kind()
-    except ModelError as error:
-        raise PlaitError(error.message) from error
-
-
 def tensors_of(path: Path) -> Mapping[str, TensorInfo]:
     """Return the tensors of a safetensors file by name; a file that is damaged or of another format has none."""
     try:
         return inspect(path, max_bytes=MAX_FILE_BYTES).tensors
     except LoraError:
         return {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `PlaitError`, naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlaitError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise PlaitError(f"{path}: not JSON") from error
-    if not isinstance(data, dict):
-        raise PlaitError(f"{path}: not a JSON object")
-    return data

@@ -47,6 +47,8 @@ def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None
         raise PlaitError(f"{url!r} is not http://HOST:PORT: {error}") from error
     if parts.scheme not in ("http", "https") or not host:
         raise PlaitError(f"{url!r} is not http://HOST:PORT")
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise PlaitError("--api-key (PLAIT_API_KEY) has a character that no header may have, as the end of a line")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
     body = json.dumps({"parameters": {"update": str(folder.absolute())}})

@@ -35,7 +35,7 @@ def section_of(folder: Path) -> ImagesSection:
     return ImagesSection(
         model=str((folder / "emoji").resolve()),
         loras=LorasSection(folder=folder / "loras"),
-        controlnets={net.name: ControlNetSection(folder=net, preprocessor=net.name) for net in nets},
+        controlnets={net.name: ControlNetSection(folder=net) for net in nets},
         defaults=DefaultsSection(guidance_scale=STARTER_GUIDANCE),
     )
 

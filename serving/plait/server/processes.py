@@ -18,6 +18,7 @@ RUN_ID_VARIABLE = "PLAIT_RUN_ID"
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_KILL_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,7 +89,7 @@ def members(run_id: str, root: int | None = None) -> frozenset[ProcessId]:
     return frozenset(process for process in found if process.pid not in (root, os.getpid()))
 
 
-def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: float = 30.0) -> tuple[ProcessId, ...]:
+def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0) -> tuple[ProcessId, ...]:
     """Send SIGTERM, then SIGKILL after `grace_s`; SIGKILL at once to those that ignore SIGTERM, as Python's shared
     memory trackers do. Return those that survived even that (normally none): on a busy machine a process of gigabytes
     takes seconds to go."""
@@ -98,7 +99,7 @@ def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: fl
     left = wait_until_gone(left, timeout_s=grace_s)
     for process in left:
         _send(process, signal.SIGKILL)
-    return tuple(wait_until_gone(left, timeout_s=kill_wait_s))
+    return tuple(wait_until_gone(left, timeout_s=_KILL_WAIT_S))
 
 
 def wait_until_gone(processes: Iterable[ProcessId], *, timeout_s: float) -> list[ProcessId]:

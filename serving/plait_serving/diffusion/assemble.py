@@ -20,6 +20,7 @@ from plait_serving.diffusion.controlnet.movable_client import MovableControlNetC
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.families import open_family
+from plait_serving.diffusion.families.encoders import SharedEncoders
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.parse import parse
@@ -31,10 +32,11 @@ from plait_serving.diffusion.models.model import Model, image_limits
 from plait_serving.diffusion.protocols import ControlNetClient
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.settings import EngineSettings, Host
+from plait_serving.diffusion.sources.file_kinds import stem_of
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Tenant
 
-__all__ = ["EngineSettings", "build_engine", "build_engine_of", "warm_up"]
+__all__ = ["EngineSettings", "build_engine", "build_engine_of", "check_model", "warm_up"]
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +100,25 @@ def warm_up(engine: Engine) -> float:
         except ControlNetUnavailable as error:
             _log.warning("warm-up without ControlNet %s: %s", name, error)
     return time.perf_counter() - started_s
+
+
+def check_model(settings: EngineSettings) -> None:
+    """Raise `ModelError` for a folder, or a checkpoint in one file, that no engine of these settings would load, as far
+    as all but the weights tell: nothing is written or fetched."""
+    path = Path(settings.model)
+    if stem_of(path.name) is not None and not path.is_dir():
+        from plait_serving.diffusion.sources.single_file import conversion
+
+        conversion(path, settings.config)
+        return
+    host = Host(
+        knobs=lambda: settings.knobs,
+        room_bytes=lambda: 0,
+        is_idle=lambda: False,
+        between_steps=lambda _: None,
+        encoders=SharedEncoders(),
+    )
+    open_family(path, settings, host)
 
 
 class _LoraCaches:

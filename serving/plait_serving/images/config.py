@@ -23,6 +23,7 @@ from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
 from plait_serving.sections import FolderPath, GpuShare, Name, Replicas, Replicated, Section, ServedName
 from plait_serving.spelling import hint
 from plait_serving.starter.manifest import WEIGHTS
+from plait_serving.starter.preprocess import PREPROCESSORS
 
 STARTER_MODEL = "emoji"
 """The model that ships with plait; its folder is `plait_serving/starter/weights`."""
@@ -75,6 +76,13 @@ class LorasSection(Section):
         return self
 
 
+def _known_preprocessor(name: str) -> str:
+    """Check a preprocessor's name. Raises ValueError that names those that there are."""
+    if name not in PREPROCESSORS:
+        raise ValueError(f"must be {' or '.join(map(repr, PREPROCESSORS))}")
+    return name
+
+
 class ControlNetSection(Replicated):
     """One ControlNet: its diffusers folder, and the number of replicas of its deployment."""
 
@@ -82,7 +90,10 @@ class ControlNetSection(Replicated):
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
     num_cpus: CoreBudget = None
     num_gpus: GpuShare = None
-    preprocessor: Annotated[str | None, Field(description="turns an ordinary image into the control map")] = None
+    preprocessor: Annotated[
+        Annotated[str, AfterValidator(_known_preprocessor)] | None,
+        Field(description="turns an ordinary image into the control map"),
+    ] = None
 
 
 class ResultsSection(Section):
@@ -234,7 +245,7 @@ class BaseSource:
             raise ValueError(f"{where}file: {self.model!r} is no {SUFFIX} file")
         if self.is_hub_id and self.revision is None:
             how = "as owner/name@commit" if where else "as images.revision"
-            raise ValueError(f"{where}{self.model!r} is a hub id: give its commit {how}")
+            raise ValueError(f"{where}{self.model!r} is a hub id: give its commit {how}; a folder begins with ./ or /")
         if not self.is_hub_id and self.revision is not None:
             raise ValueError(f"{where}revision belongs to a hub id")
         if not (self.is_hub_id or self.is_starter or Path(self.model).is_absolute()):

@@ -35,13 +35,12 @@ def manifest_problems(folder: Path) -> list[str]:
     path = folder / MANIFEST
     if not path.is_file():
         return [f"{MANIFEST} is missing"]
-    listed = json.loads(path.read_text(encoding="utf-8"))["files"]
-    present = set(files_in(folder))
+    try:
+        listed = {name: str(it["sha256"]) for name, it in json.loads(path.read_text(encoding="utf-8"))["files"].items()}
+        present = {name: sha256_of(folder / name) for name in files_in(folder)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return [f"what is there cannot be compared with the manifest ({error})"]
     problems = [f"{name} is missing" for name in listed if name not in present]
-    problems += [f"{name} is not in the manifest" for name in sorted(present - listed.keys())]
-    problems += [
-        f"{name} differs from the manifest"
-        for name, entry in listed.items()
-        if name in present and sha256_of(folder / name) != entry["sha256"]
-    ]
-    return problems
+    problems += [f"{name} is not in the manifest" for name in present if name not in listed]
+    differing = [name for name, sum_ in listed.items() if present.get(name, sum_) != sum_]
+    return problems + [f"{name} differs from the manifest" for name in differing]

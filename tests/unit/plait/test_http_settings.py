@@ -29,18 +29,10 @@ KEY = ApiKeySection(sha256=hashlib.sha256(b"secret").hexdigest())
         (ServerSection(allowed_hosts=()), set(), False),
     ],
     ids=[
-        "loopback",
-        "another-loopback",
-        "reachable",
-        "keys",
-        "named",
-        "named-and-its-own",
-        "elsewhere",
-        "here",
-        "named-elsewhere",
-        "any",
+        "loopback", "another-loopback", "reachable", "keys", "named", "named-and-its-own", "elsewhere", "here",
+        "named-elsewhere", "any",
     ],
-)
+)  # fmt: skip
 def test_a_web_page_can_not_ask_under_its_own_name(section: ServerSection, answered: set[str], refused: bool) -> None:
     """On loopback without keys a page's domain that points here would else read the answers (DNS rebinding)."""
     hosts = http_settings(section).allowed_hosts

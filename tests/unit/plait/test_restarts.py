@@ -73,37 +73,12 @@ OTHER = {
     "deploy": {"autoscaling": True, "upgrade": {"gateway_class": "a"}},
 }
 TEXTS = (
-    *("auto", "user", "cpu", "torch", "openvino", "float32", "whole", "split", "arrival", "first", "active", "tcp"),
-    *(
-        "nixl",
-        "float16",
-        "int8",
-        "alone",
-        "always",
-        "never",
-        "local",
-        "ddim",
-        "euler",
-        "none",
-        "direct",
-        "10.0.0.1",
-        "url",
-    ),
-    *(
-        "2" * 64,
-        "/else",
-        "https://b.example",
-        "file:///else",
-        "other",
-        "9",
-        "1Gi",
-        "2",
-        "x:1",
-        "/c.safetensors",
-        "static",
-    ),
-    "a/b@sha256:" + "3" * 64,
-)
+    "auto", "user", "cpu", "torch", "openvino", "float32", "whole", "split", "arrival", "first", "active", "tcp",
+    "nixl", "float16", "int8", "alone", "always", "never", "local", "ddim", "euler", "none", "direct", "10.0.0.1",
+    "url", "/else", "https://b.example", "file:///else", "other", "9", "1Gi", "2", "x:1", "/c.safetensors",
+    "static",
+    "edges", "2" * 64, "a/b@sha256:" + "3" * 64,
+)  # fmt: skip
 
 
 def parsed(data: Mapping[str, Any]) -> PlaitConfig:

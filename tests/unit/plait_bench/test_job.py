@@ -52,6 +52,13 @@ def test_json_is_alone_on_stdout_and_in_the_file(measured, capsys, tmp_path):
     assert (measured[0].rounds, measured[0].quick) == (None, True)
 
 
+def test_what_was_measured_is_printed_where_its_file_cannot_be_written(measured, capsys):
+    """It took hours."""
+    code, stdout, stderr = run(capsys, "images", "--json", "--out", "/nosuch/bench.json")
+    assert (code, json.loads(stdout)["bench"]) == (1, "images")
+    assert "/nosuch/bench.json cannot be written" in stderr
+
+
 def test_sigterm_ends_a_measurement_where_sigint_is_ignored(monkeypatch):
     """A shell ignores Ctrl-C for what it runs in the background: servers were left when such a run was ended."""
     monkeypatch.setattr(job, "measure", lambda *_, **__: signal.raise_signal(signal.SIGTERM))

@@ -131,11 +131,3 @@ def test_deploy_render_refuses_what_serve_would_ignore():
             host="127.0.0.1",
             port=1,
         )
-
-
-def test_deploy_render_bad_file_is_exit_1(tmp_path, capsys):
-    """A wrong plait.yaml is one sentence with the path of the key."""
-    path = tmp_path / "plait.yaml"
-    path.write_text("images: {knobs: {largest_batch: 0}}")
-    assert root.main(["deploy", "render", str(path)]) == 1
-    assert "images.knobs.largest_batch" in capsys.readouterr().err

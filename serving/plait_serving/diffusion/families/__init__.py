@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.flow import checkpoints as flow_files
@@ -36,13 +36,16 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.settings import EngineSettings, Host
 
 __all__ = [
-    "FAMILIES", "FamilyRow", "components", "family_row", "kind_of_controlnet", "load_controlnet",
+    "FAMILIES", "FamilyRow", "check_controlnet", "components", "family_row", "kind_of_controlnet", "load_controlnet",
     "open_family", "row_of_file",
 ]  # fmt: skip
 
 
 def _no_file(_: Mapping[str, TensorInfo]) -> str | None:
     return None
+
+
+Convert: TypeAlias = "Callable[[Path, Header, Path | None], Callable[[Path], None]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +55,15 @@ class FamilyRow:
     Without them it is known where its weights are, `denoiser`: the folder of the model that steps, and of what `kind` a
     model is, which is what LoRAs and ControlNets are made for: by its folder, or by the tensors of a whole checkpoint
     in one file. None: such a file is none of the family; `ModelError`: it looks like one, or is not served. `convert`
-    writes the file, which has that header, as a folder, with the configurations of another one, if given.
+    takes such a file, its header and the folder with its configurations, if they are not the published ones, and
+    returns what writes it as a folder; `ModelError`: that cannot be.
     """
 
     load: Callable[[], type[Family]]
     denoiser: str
     kind: Callable[[Path], str]
     kind_of_file: Callable[[Mapping[str, TensorInfo]], str | None] = _no_file
-    convert: Callable[[Path, Header, Path | None, Path], None] | None = None
+    convert: Convert | None = None
 
 
 def _unet() -> type[Family]:
@@ -68,10 +72,10 @@ def _unet() -> type[Family]:
     return UNetFamily
 
 
-def _convert_unet(path: Path, header: Header, config: Path | None, staged: Path) -> None:
+def _convert_unet(path: Path, header: Header, config: Path | None) -> Callable[[Path], None]:
     from plait_serving.diffusion.families.unet.single_file import convert
 
-    convert(path, header, config, staged)
+    return convert(path, header, config)
 
 
 _UNET = FamilyRow(
@@ -91,10 +95,10 @@ def _flux() -> type[Family]:
     return FluxFamily
 
 
-def _convert_flow(path: Path, header: Header, config: Path | None, staged: Path) -> None:
+def _convert_flow(path: Path, header: Header, config: Path | None) -> Callable[[Path], None]:
     from plait_serving.diffusion.families.flow.single_file import convert
 
-    convert(path, header, config, staged)
+    return convert(path, header, config)
 
 
 _SD3 = FamilyRow(
@@ -172,6 +176,11 @@ def components(folder: Path) -> Mapping[str, nn.Module]:
 def kind_of_controlnet(folder: Path) -> str:
     """Return what base models a ControlNet's folder is for. Raises `ModelError`."""
     return str(unet_config.kind_of_config(read_json(folder / "config.json")))
+
+
+def check_controlnet(folder: Path) -> None:
+    """Raise `ModelError` for a ControlNet's folder that `load_controlnet` refuses, as far as its configuration says."""
+    unet_config.check_controlnet(folder)
 
 
 def load_controlnet(

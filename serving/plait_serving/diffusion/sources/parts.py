@@ -32,14 +32,17 @@ def copy_parts(folder: Path, staged: Path, *, but: Collection[str], link: bool =
             shutil.copytree(part, staged / part.name, ignore=ignore, copy_function=copy)
 
 
-def copy_configs(config: Path, staged: Path, parts: Collection[str], *, link: bool = False) -> None:
-    """Copy a diffusers folder without the weights of `parts`. `link`: as for `copy_parts`. Raises `ModelError` if it is
-    none."""
+def check_configs(config: Path) -> None:
+    """Raise `ModelError` for a checkpoint's config that is no diffusers folder."""
     if not (config / INDEX).is_file():
         raise ModelError(
             f"{config / INDEX}: missing: a checkpoint's config is a diffusers folder, with configurations and "
             "tokenizers; its weights are not needed"
         )
+
+
+def copy_configs(config: Path, staged: Path, parts: Collection[str], *, link: bool = False) -> None:
+    """Copy a diffusers folder without the weights of `parts`. `link`: as for `copy_parts`."""
     copy_parts(config, staged, but=parts, link=link)
     for part in parts:
         if (config / part).is_dir():

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
@@ -16,7 +17,7 @@ import diffusers
 from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.families import row_of_file
-from plait_serving.diffusion.lora.container import Header, inspect
+from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.memory import gigabytes
 from plait_serving.diffusion.sources.parts import INDEX, beside_file
 from plait_serving.diffusion.sources.staging import locked, new_folder
@@ -31,33 +32,33 @@ _FORMAT = 2
 def converted(path: Path, *, config: Path | None, cache: Path) -> Path:
     """Return a checkpoint's folder, which is written if `cache` does not have it. `config`: a folder with its
     configurations, if they are not the published ones. Raises `ModelError`."""
-    header = _inspected(path)
-    try:
-        kind, row = row_of_file(header.tensors)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error.message}") from error
+    kind, needed, write = conversion(path, config)
     folder = cache / f"{path.stem}-{_stamp(path, config)}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache / f".{folder.name}.lock"):
             if not (folder / INDEX).is_file():
                 started_s = time.perf_counter()
-                needed = sum(info.end - info.begin for info in header.tensors.values())
                 _log.info("%s: %s, converting %s", path, kind, gigabytes(needed))
                 with new_folder(folder, needed_bytes=needed) as staged, MODULES:
-                    assert row.convert is not None  # of whoever knows what the file is
-                    row.convert(path, header, config, staged)
+                    write(staged)
                 _log.info("%s: converted into %s in %.1f s", path, folder, time.perf_counter() - started_s)
     except OSError as error:
         raise ModelError(f"{error.filename or cache}: {error.strerror or error}") from error
     return folder
 
 
-def _inspected(path: Path) -> Header:
+def conversion(path: Path, config: Path | None) -> tuple[str, int, Callable[[Path], None]]:
+    """Return what a checkpoint is, its size in bytes, and what writes it as a folder. Raises `ModelError` for one that
+    is not served, as far as its header and its configuration tell."""
     try:
-        return inspect(path, max_bytes=MAX_FILE_BYTES)
-    except LoraError as error:
+        header = inspect(path, max_bytes=MAX_FILE_BYTES)
+        kind, row = row_of_file(header.tensors)
+    except (LoraError, ModelError) as error:
         raise ModelError(f"{path}: {error.message}") from error
+    assert row.convert is not None  # of whoever knows what the file is
+    needed = sum(info.end - info.begin for info in header.tensors.values())
+    return kind, needed, row.convert(path, header, config)
 
 
 def _stamp(path: Path, config: Path | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -198,6 +199,34 @@ def test_an_output_that_can_not_be_written_is_wrong_usage(service, tmp_path, cap
     (tmp_path / "a.png").mkdir()
     assert run("x", "-o", tmp_path / "a.png") == 2
     assert "a.png" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_with_the_files_name(service, tmp_path, capsys):
+    """The system's error has none."""
+    (tmp_path / "a.png").symlink_to("/dev/full")
+    assert run("x", "-o", tmp_path / "a.png") == 2
+    assert f"--output: {tmp_path / 'a.png'}: No space left on device" in capsys.readouterr().err
+
+
+def test_a_name_of_the_configuration_comes_before_a_folder(service, tmp_path, monkeypatch):
+    """Of what lies in the working directory only that is meant which no model is called; nothing is then left of what
+    the configuration says of its own models."""
+    for name in ("first", "second", "\U0001f600"):
+        shutil.copytree(STARTER_FOLDER / "emoji", tmp_path / name)
+    (tmp_path / "emoji").mkdir()
+    monkeypatch.chdir(tmp_path)
+    commit = "0" * 40
+    named = {"models": {"first": "./first", "emoji": "emoji"}, "aliases": {"quick": "first"}, "controlnets": {}}
+    hub = {"model": "owner/name", "revision": commit, "name": "named", "controlnets": {}}
+    for images, model, opened in (
+        (named, "emoji", {"first": str(tmp_path / "first"), "emoji": "emoji"}),
+        (named, "second", {"second": str(tmp_path / "second")}),
+        (hub, "./second", {"second": str(tmp_path / "second")}),
+        (hub, "\U0001f600", {"\U0001f600": str(tmp_path / "\U0001f600")}),
+    ):
+        Path("plait.yaml").write_text(json.dumps({"images": images}))
+        assert run("x", "-o", "a.png", "--config", "plait.yaml", "--model", model) == 0
+        assert {name: base.model for name, base in service.opened_with.base_models.items()} == opened
 
 
 def test_ctrl_c_cancels_and_is_exit_code_130(service, tmp_path):

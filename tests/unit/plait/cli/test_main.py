@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -88,6 +89,19 @@ def test_cli_completes_what_bash_asks_for(line, offered):
     assert [each for each in found if each] == offered
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "list"]])
+def test_cli_a_reader_that_has_had_enough_hears_no_complaint(arguments, unbuffered):
+    """As `head` that has its lines."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "plait.cli.main", *arguments]
+    with os.fdopen(writes, "w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=environ, timeout=60, check=False)
+    assert (done.returncode != 0, done.stderr) == (True, b"")
+
+
 def test_cli_version_is_one_line(capsys):
     """--version prints the name and the version."""
     assert root.main(["--version"]) == 0
@@ -137,6 +151,18 @@ def test_cli_show_config_prints_a_plait_yaml(tmp_path, capsys):
     assert shown["server"]["port"] == 9002
     assert shown["server"]["host"] == "127.0.0.2"
     assert shown["images"]["knobs"]["threads"] == 3
+
+
+def test_cli_serve_takes_a_folder_of_the_working_directory(tmp_path, monkeypatch, capsys):
+    """With or without a leading ./: what is there is no hub id."""
+    import yaml
+
+    (tmp_path / "models" / "\U0001f600").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for given in ("models/\U0001f600", "./models/\U0001f600"):
+        assert root.main(["serve", "--model", given, "--show-config"]) == 0
+        shown = yaml.safe_load(capsys.readouterr().out)
+        assert shown["images"]["model"] == str(tmp_path / "models" / "\U0001f600")
 
 
 def test_cli_show_deployments_prints_the_table(tmp_path, capsys):

@@ -65,41 +65,13 @@ def test_demands_are_what_the_deployments_ask_ray_for(files):
     }
 
 
-def test_demands_are_those_of_the_application(files):
-    """The application that Serve runs has these deployments, with these resources."""
-    from ray.serve._private.build_app import build_app
-
-    from plait.app import bind
-
-    config = load_config(files[0], overrides=["recommend=null"])
-    demands = [row.demand() for row in deployments(config)]
-    wanted = {each.name: (each.task.cpu_milli, each.task.total_milli, each.replicas) for each in demands}
-    found = {}
-    for deployment in build_app(bind(deployments(config)), name="app").deployments:
-        options = deployment.ray_actor_options or {}
-        cpus, gpus = options.get("num_cpus", 1), options.get("num_gpus", 0) or 0
-        found[deployment.name] = (round(1000 * cpus), round(1000 * gpus), deployment.num_replicas)
-    assert found == wanted
-
-
 def test_the_plan_is_a_table(files, capsys):
     """A line for each deployment and node, and the use before and after, Ray's strategies included."""
     assert place(files) == 0
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
-    assert lines[0].split() == [
-        "deployment",
-        "node",
-        "GPU",
-        "model",
-        "replicas",
-        "CPUs",
-        "each",
-        "GPUs",
-        "each",
-        "devices",
-    ]
+    assert " ".join(lines[0].split()) == "deployment node GPU model replicas CPUs each GPUs each devices"
     assert sum(line.startswith("hn-shop") for line in lines) >= 1
     assert [line.split("  ")[0] for line in lines if line.startswith(("before", "after"))] == [
         "before", "after, plait", "after, ray-pack", "after, ray-spread",
@@ -185,8 +157,6 @@ def test_a_missing_cluster_file_is_one_sentence(files, capsys):
 def test_the_cluster_is_described_or_runs_and_never_both(files, capsys):
     """One sentence, also where no Ray answers."""
     assert place(files, "--live", "auto") == 1
-    assert "either --cluster FILE or --live ADDRESS" in capsys.readouterr().err
-    assert main(["deploy", "place", str(files[0])]) == 1
     assert "either --cluster FILE or --live ADDRESS" in capsys.readouterr().err
     assert main(["deploy", "place", str(files[0]), "--live", "127.0.0.1:1"]) == 1
     error = capsys.readouterr().err

@@ -6,6 +6,7 @@ import importlib.metadata
 import resource
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,20 @@ def test_cli_doctor_finds_caches_that_keep_nothing(tmp_path):
     (finding,) = machine.check_caches({"HOME": str(tmp_path), "XDG_CACHE_HOME": "/proc/nothing"})
     assert finding.verdict is CheckStatus.WARN
     assert "/proc/nothing (XDG_CACHE_HOME)" in finding.detail
+
+
+def test_cli_doctor_survives_a_home_that_it_may_not_look_into(tmp_path, monkeypatch):
+    """As of a container that runs as a user of its own and kept root's HOME."""
+    exists = Path.exists
+
+    def refused(path):
+        if tmp_path / "root" in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    (finding,) = machine.check_caches({"HOME": str(tmp_path / "root")})
+    assert (finding.verdict, "cannot be written to" in finding.detail) == (CheckStatus.WARN, True)
 
 
 def test_cli_doctor_finds_gpus_that_torch_does_not_see(tmp_path, monkeypatch):

@@ -14,8 +14,10 @@ from plait.doctor import models
 from plait.doctor.findings import CheckStatus
 from plait.errors import PlaitError
 from plait.offline.inventory import inventory
+from plait_serving.diffusion.errors import ModelError
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 from plait_serving.starter.manifest import WEIGHTS, write_manifest
+from support.families import opened
 
 
 @pytest.fixture
@@ -92,19 +94,23 @@ def test_cli_doctor_prints_no_path_as_it_is(config):
     assert found.detail.startswith(r"\x1b[31m\udcff/noise.safetensors in ")
 
 
-@pytest.mark.parametrize("harm", ["changed", "no package"])
+@pytest.mark.parametrize("harm", ["changed", "no package", "not listed"])
 def test_cli_doctor_finds_harmed_packages(config, harm):
-    """The sums in package.json are compared."""
+    """The sums in package.json are compared, and what it lists must be what a worker opens."""
     folder = config.parent / "picks"
     file = max((it for it in folder.iterdir() if it.name != "package.json"), key=lambda it: it.stat().st_size)
     if harm == "changed":
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
+    elif harm == "not listed":
+        manifest = json.loads((folder / "package.json").read_text())
+        del manifest["files"]["hn.json"]
+        (folder / "package.json").write_text(json.dumps(manifest))
     else:
         (folder / "package.json").unlink()
     (found,) = problems(config)
-    assert (file.name if harm == "changed" else "package.json") in found.detail
+    assert {"changed": file.name, "no package": "package.json", "not listed": "hn.json"}[harm] in found.detail
 
 
 def test_cli_doctor_finds_folders_that_are_not_there(config):
@@ -187,9 +193,10 @@ def test_shards_must_hold_the_tables(config, memory_gb, verdict):
     ("asked", "says"),
     [
         ("base", "unet: safetensors"), ("noto", "noto.safetensors: a LoRA, "), ("picks", "picks: {here}/picks, intact"),
-        ("mine", "more/mine/unet: safetensors"), ("hub", "owner/name: checked when it is fetched"),
+        ("mine", "more/mine/unet: safetensors"), ("hub", "hub: checked when it is fetched"),
         ("{here}/base", "unet: safetensors"), ("{here}/picks", "picks, intact"),
         ("{here}/loras/noto.safetensors", "noto.safetensors: a LoRA, "), ("{here}/edges", "edges: safetensors"),
+        ("{here}/saved", "pytorch_lora_weights.safetensors: a LoRA, "),
     ],
 )  # fmt: skip
 def test_one_model_is_checked_by_name_or_by_path(config, asked, says):
@@ -197,6 +204,8 @@ def test_one_model_is_checked_by_name_or_by_path(config, asked, says):
     here = config.parent
     shutil.copytree(WEIGHTS / "controlnets" / "edges", here / "edges")
     shutil.copytree(here / "base", here / "more" / "mine")
+    (here / "saved").mkdir()
+    shutil.copy(here / "loras" / "noto.safetensors", here / "saved" / "pytorch_lora_weights.safetensors")
     hub = f"owner/name@{'0' * 40}"
     config.write_text(
         f"images: {{models: {{base: ./base, hub: {hub}}}, models_folder: more, loras: {{folder: loras}}}}\n"
@@ -210,7 +219,7 @@ def test_one_model_is_checked_by_name_or_by_path(config, asked, says):
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        ("base/unet/config.json", ["base/unet/config.json: No such file"] * 2),
+        ("base/unet/config.json", ["base/unet/config.json: missing"] * 2),
         ("base/model_index.json", ["no diffusers folder: it has no model_index.json"] * 2),
         ("picks/package.json", ["picks is no packaged model", "no diffusers folder"]),
         ("picks/cn.json", ["cn.json missing or changed"] * 2),
@@ -225,6 +234,66 @@ def test_one_harmed_model_is_a_problem(config, harm, says):
         found = [it for it in models.check_model(load_config(config), asked) if it.verdict is CheckStatus.FAIL]
         assert found
         assert expected in found[0].detail
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "says"),
+    [
+        ("model_index.json", {"requires_aesthetics_score": True}, "an SDXL refiner is not supported as a base model"),
+        ("unet/config.json", {"encoder_hid_dim_type": "text_proj"}, "encoder_hid_dim_type = 'text_proj'"),
+        ("unet/config.json", {"cross_attention_dim": 99}, "cross_attention_dim is 99, the text is "),
+        ("scheduler/scheduler_config.json", {"prediction_type": "flow"}, "prediction_type = 'flow' is not supported"),
+    ],
+)
+def test_what_the_engine_refuses_is_a_problem(config, file, changes, says):
+    """By the engine's own sentence: what is called well here is loaded."""
+    path = config.parent / "base" / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ModelError) as refused:
+        opened(config.parent / "base")
+    assert says in refused.value.message
+    (found,) = problems(config)
+    assert (found.verdict, found.detail) == (CheckStatus.FAIL, f"images.model: {refused.value.message}")
+    for asked in ("base", str(config.parent / "base")):
+        *_, last = models.check_model(load_config(config), asked)
+        assert (last.verdict, last.detail) == (CheckStatus.FAIL, f"{asked}: {refused.value.message}")
+
+
+def test_a_controlnet_that_the_engine_refuses_is_a_problem(config):
+    """By its configuration: before anything is started."""
+    net = config.parent / "edges"
+    shutil.copytree(WEIGHTS / "controlnets" / "edges", net)
+    settings = json.loads((net / "config.json").read_text())
+    (net / "config.json").write_text(json.dumps({**settings, "global_pool_conditions": True}))
+    config.write_text("images: {controlnets: {a: {folder: edges}}}\nrecommend: null\n")
+    for found in (models.check_folders(load_config(config)), models.check_model(load_config(config), "a")):
+        (problem,) = [it for it in found if it.verdict is not CheckStatus.OK]
+        assert "global_pool_conditions (guess mode) is not supported" in problem.detail
+
+
+def test_a_file_that_cannot_become_a_folder_is_a_problem(config):
+    """FLUX.1's transformer alone needs the folder of all else, and a folder that is named must be there."""
+    path = config.parent / "flux.safetensors"
+    save_file({"img_in.weight": np.ones((2, 64), np.float32), "double_blocks.0.img_mod.lin.weight": np.ones(2)}, path)
+    sources = {"alone": "./flux.safetensors", "lost": {"file": "flux.safetensors", "config": "nowhere"}}
+    config.write_text(f"images: {{models: {json.dumps(sources)}, controlnets: {{}}}}\nrecommend: null\n")
+    says = {"alone": "a diffusers folder that has what the file lacks", "lost": "a checkpoint's config is a diffusers"}
+    for name in sources:
+        *_, last = models.check_model(load_config(config), name)
+        assert (last.verdict, says[name] in last.detail) == (CheckStatus.FAIL, True), last
+
+
+def test_what_lies_where_a_lora_would_is_looked_at(config):
+    """A folder of PEFT's with something else in it is none; a LoRA of a store is looked at when it is fetched."""
+    (config.parent / "peft").mkdir()
+    (config.parent / "peft" / "adapter_model.safetensors").write_bytes(b"noise")
+    (found,) = models.check_model(load_config(config), str(config.parent / "peft"))
+    assert (found.verdict, "no LoRA that plait reads" in found.detail) == (CheckStatus.FAIL, True)
+    entry = {"path": "x.safetensors", "sha256": "0" * 64, "nbytes": 5}
+    store = {"url": "s3://bucket/loras", "cache_folder": "cache", "entries": {"far": entry}}
+    config.write_text(f"images: {{loras: {json.dumps({'store': store})}}}\nrecommend: null\n")
+    (found,) = models.check_model(load_config(config), "far")
+    assert (found.verdict, found.detail) == (CheckStatus.OK, "far: checked when it is fetched")
 
 
 @pytest.mark.parametrize("part", ["scheduler", "tokenizer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -84,6 +85,17 @@ def test_a_ray_without_a_token_on_all_interfaces_is_found(doctor):
             process.kill()
     assert (code, found["name"]) == (1, "sockets")
     assert "RAY_AUTH_MODE=token" in found["advice"]
+
+
+def test_the_port_is_that_of_the_file(tmp_path, capsys):
+    """Unless another one is named."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (tmp_path / "plait.yaml").write_text(f"server: {{port: {port}}}")
+        for given, detail in (([], f"port {port} on 127.0.0.1 is in use"), (["--port", "0"], "0 is free on")):
+            root.main(["doctor", "--json", str(tmp_path / "plait.yaml"), *given])
+            (found,) = [it for it in json.loads(capsys.readouterr().out) if it["name"] == "port"]
+            assert found["detail"].startswith(detail)
 
 
 def test_text_shows_the_advice_below_the_finding(doctor, tmp_path, capsys):

@@ -68,9 +68,10 @@ def test_the_page_shows_both_answers_and_where_they_differ(folder, tmp_path, cap
     assert (images[0] != images[1]).any(axis=2).sum() == 1
 
 
-def test_nothing_kept_is_said(tmp_path, capsys):
-    """No folder, no drift."""
-    assert main(["audit", "show", "--folder", str(tmp_path / "none"), "--out", str(tmp_path / "p.html")]) == 0
+def test_nothing_kept_is_said(tmp_path, monkeypatch, capsys):
+    """A cache without drifts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    assert main(["audit", "show", "--out", str(tmp_path / "p.html")]) == 0
     assert "no audited answer has differed" in capsys.readouterr().out
     assert "no audited answer has differed" in (tmp_path / "p.html").read_text()
 

@@ -13,13 +13,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
-from plait.app import AppArgs, bind
+from plait.app import AppArgs
 from plait.cli import main as root
 from plait.config import load_config
-from plait.deployments import deployments, logical_cpus
 
 CRD_VARIABLE = "PLAIT_KUBERAY_CRD"
 KUBERNETES = "1.33"
@@ -205,20 +203,6 @@ def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
     assert (asked["engine"].num_gpus, asked["engine"].num_cpus, asked["hn-shop"].num_gpus) == (1, 4, 0.5)
 
 
-def test_reservations_are_those_of_the_application(render):
-    """The Serve YAML replaces what `plait.app` asks Ray for, so it must ask for the same."""
-    config = load_config(None, overrides=["images.num_cpus=2", "server.ingress_replicas=3"])
-    (service,) = documents(render("images: {num_cpus: 2}\nserver: {ingress_replicas: 3}\n")[1].out, "RayService")
-    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
-    rendered = {it["name"]: it["ray_actor_options"] for it in serve["applications"][0]["deployments"]}
-    application = build_app(bind(deployments(config)), name="plait")
-    built = {it.name: it.ray_actor_options for it in application.deployments}
-    assert rendered.keys() == built.keys()
-    for name, actor in built.items():
-        assert rendered[name]["num_cpus"] == actor["num_cpus"]
-        assert rendered[name].get("num_gpus", 0) == actor.get("num_gpus", 0)
-
-
 def test_times_outlast_the_longest_request(render):
     """A pod that is asked to end, and a cluster that was replaced, stay longer than any request may run."""
     (service,) = documents(render("server: {drain_s: 1800}\n")[1].out, "RayService")
@@ -330,14 +314,6 @@ def test_a_tag_is_taken_if_one_says_so(render):
     code, printed = render(STARTER, "--allow-tag", image="localhost:5000/plait:dev")
     assert code == 0, printed.err
     assert "localhost:5000/plait:dev" in printed.out
-
-
-def test_a_server_on_this_machine_ignores_the_section(tmp_path):
-    """The same file runs locally, and its Serve YAML does not change with it."""
-    path = tmp_path / "plait.yaml"
-    path.write_text(SPLIT)
-    assert "deploy" not in AppArgs.model_fields
-    assert logical_cpus(load_config(path)) > 0
 
 
 SHARDS = """

@@ -150,13 +150,11 @@ def test_empty_clusters_and_negative_nodes_are_refused():
         ClusterNode(name="a", cpu_milli=-1, memory_mib=0)
 
 
-def test_classes_are_the_commonest_until_the_coverage():
-    """Memory does not tell classes apart; 0.95 cuts off where 95 % are reached."""
+def test_classes_are_the_commonest_first():
+    """Memory does not tell classes apart."""
     small = [Task(cpu_milli=1_000, memory_mib=mib, gpus=1, gpu_milli=500) for mib in range(95)]
     rare = [Task(cpu_milli=2_000)] * 5
-    whole = classes_of([*rare, *small])
-    assert whole == (
+    assert classes_of([*rare, *small]) == (
         TaskClass(task=Task(cpu_milli=1_000, gpus=1, gpu_milli=500), weight=95),
         TaskClass(task=Task(cpu_milli=2_000), weight=5),
     )
-    assert classes_of([*rare, *small], coverage=0.95) == whole[:1]

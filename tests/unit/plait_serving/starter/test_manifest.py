@@ -84,6 +84,10 @@ def test_any_harm_is_named(tmp_path, harm):
 def test_a_folder_without_a_manifest_is_a_problem(tmp_path):
     """No manifest is reported, not taken as nothing to check."""
     assert manifest_problems(tmp_path) == ["MANIFEST.json is missing"]
+    for text in ("[]", "{", '{"files": {"a": 1}}'):
+        (tmp_path / "MANIFEST.json").write_text(text)
+        (problem,) = manifest_problems(tmp_path)
+        assert "cannot be compared with the manifest" in problem
 
 
 def test_references_survive_saving(tmp_path):

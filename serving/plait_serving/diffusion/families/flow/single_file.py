@@ -7,7 +7,7 @@ of names that LoRAs are read by (`published.original_names`) is that of checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,16 +32,16 @@ from plait_serving.diffusion.lora.container import Header
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, T5, Architecture, FamilyName, tokenizer_of
 from plait_serving.diffusion.published.configs import build_on_meta, write_configs
 from plait_serving.diffusion.published.original_names import original_layers
-from plait_serving.diffusion.sources.parts import copy_configs, write_part
+from plait_serving.diffusion.sources.parts import check_configs, copy_configs, write_part
 from plait_serving.diffusion.weight_files import find_weights
 
 _TEXTS = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5"}
 _FLUX_TEXTS = {"text_encoder": "clip_l", "text_encoder_2": "t5"}
 
 
-def convert(path: Path, header: Header, config: Path | None, staged: Path) -> None:
-    """Write a checkpoint as a diffusers folder into `staged`; `config` is one with its configurations and with the
-    weights that the file lacks. Raises `ModelError`."""
+def convert(path: Path, header: Header, config: Path | None) -> Callable[[Path], None]:
+    """Return what writes a checkpoint as a diffusers folder; `config` is one with its configurations and with the
+    weights that the file lacks. Raises `ModelError`, as what is returned does."""
     of_sd3 = is_sd3(header.tensors)
     of_part = {"vae": "vae", **(_TEXTS if of_sd3 else _FLUX_TEXTS)}
     starts = {folder: _start(header, PARTS[part]) for folder, part in of_part.items()}
@@ -56,6 +56,25 @@ def convert(path: Path, header: Header, config: Path | None, staged: Path) -> No
                 f"{path}: holds no {' and no '.join(lacking)}; name a diffusers folder that has what the file lacks "
                 "(images.models.X.config)"
             )
+    else:
+        check_configs(config)
+        for folder, start in starts.items():
+            if start is None and (config / folder).is_dir():  # but for a T5 that the folder does not have, either
+                find_weights(config / folder)
+    return partial(_write, path, header, architecture=architecture, starts=starts, config=config)
+
+
+def _write(
+    path: Path,
+    header: Header,
+    staged: Path,
+    *,
+    architecture: Architecture,
+    starts: Mapping[str, str | None],
+    config: Path | None,
+) -> None:
+    """Write a checkpoint into `staged`. `starts`: what the names of its parts begin with; None: it lacks the part."""
+    if config is None:
         write_configs(architecture, staged, {part.folder: build_on_meta(part) for part in architecture.parts})
     else:
         held = ("transformer", *(folder for folder, start in starts.items() if start is not None))
@@ -63,8 +82,6 @@ def convert(path: Path, header: Header, config: Path | None, staged: Path) -> No
     for part in architecture.parts:
         place = staged / part.folder
         if starts.get(part.folder, "") is None:
-            if place.is_dir():  # but for a T5 that the folder does not have, either
-                find_weights(place)
             continue
         kind = getattr(diffusers if part.library == "diffusers" else transformers, part.class_name)
         module = translate(place, partial(on_meta, kind))

@@ -20,7 +20,6 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.config import (
     UNetKind,
-    check_controlnet_config,
     check_unet_config,
     check_vae_config,
     kind_of_config,
@@ -28,7 +27,7 @@ from plait_serving.diffusion.families.unet.config import (
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
-from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, read_json
+from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import find_weights
 
 _log = logging.getLogger(__name__)
@@ -193,17 +192,6 @@ def load_controlnet(folder: Path, *, dtype: torch.dtype = torch.float32, device:
     files, target = find_weights(folder), torch.device(device)
     check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
     return load_module(ControlNetModel, files, dtype, target)
-
-
-def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
-    """Raise `ModelError` for a ControlNet's folder that cannot run, or does not fit `base` (a UNet's configuration) and
-    `vae_factor` if given."""
-    if folder.is_file():
-        raise ModelError(f"{folder}: {SINGLE_CONTROLNET}")
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder")
-    config = read_json(folder / "config.json")
-    check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
 
 
 def map_unet(folder: Path) -> nn.Module:

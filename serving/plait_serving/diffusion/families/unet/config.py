@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.sources.file_kinds import DENOISER, read_json
+from plait_serving.diffusion.sources.file_kinds import DENOISER, SINGLE_CONTROLNET, read_json
 
 
 class UNetKind(StrEnum):
@@ -99,6 +99,16 @@ def check_vae_config(vae: Mapping[str, Any], kind: UNetKind, path: Path) -> None
     for key in ["shift_factor", *([] if are_read else moments)]:
         if vae.get(key) is not None:
             raise ModelError(f"{path}: {key} = {vae[key]!r} is not supported{_MOMENTS if key in moments else ''}")
+
+
+def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
+    """Raise `ModelError` for a ControlNet's folder that cannot run or does not fit the base model."""
+    if folder.is_file():
+        raise ModelError(f"{folder}: {SINGLE_CONTROLNET}")
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
+    config = read_json(folder / "config.json")
+    check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
 
 
 def check_controlnet_config(

@@ -26,9 +26,10 @@ from plait_serving.diffusion.controlnet.rows import Constants, ControlRows, chec
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
-from plait_serving.diffusion.families.unet.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
+from plait_serving.diffusion.families.unet.bundle import map_controlnet
 from plait_serving.diffusion.families.unet.computations import ControlNetTrunk, controlnet_computation
+from plait_serving.diffusion.families.unet.config import check_controlnet
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage

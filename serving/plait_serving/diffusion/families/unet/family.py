@@ -15,9 +15,9 @@ from plait_kernels.executors.graphs import graph_memory
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.preparation import uses_graphs
-from plait_serving.diffusion.families.unet.bundle import Bundle, check_controlnet, components_of, load_bundle
+from plait_serving.diffusion.families.unet.bundle import Bundle, components_of, load_bundle
 from plait_serving.diffusion.families.unet.compiled import graphed_halves, row_wise_halves
-from plait_serving.diffusion.families.unet.config import UNetKind
+from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.programs import UNetPrograms

@@ -7,7 +7,7 @@ plait.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from plait_serving.diffusion.lora.container import Header
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName, SchedulerPart
 from plait_serving.diffusion.published.configs import build_on_meta, write_configs
 from plait_serving.diffusion.sources.file_kinds import DENOISER, read_json
-from plait_serving.diffusion.sources.parts import beside_file, copy_configs, write_part
+from plait_serving.diffusion.sources.parts import beside_file, check_configs, copy_configs, write_part
 
 _log = logging.getLogger(__name__)
 
@@ -49,17 +49,23 @@ _ADVICE = (
 )
 
 
-def convert(path: Path, header: Header, config: Path | None, staged: Path) -> None:
-    """Write a checkpoint as a diffusers folder into `staged`; `config` is one with its configurations, None: they are
-    the published ones. Raises `ModelError`."""
+def convert(path: Path, header: Header, config: Path | None) -> Callable[[Path], None]:
+    """Return what writes a checkpoint as a diffusers folder; `config` is one with its configurations, None: they are
+    the published ones. Raises `ModelError`, as what is returned does."""
     family = _PUBLISHED[str(kind_of_file(header.tensors))]
     if config is None:
-        architecture = _architecture(path, header, family)
-        modules = {part.folder: build_on_meta(part) for part in architecture.parts}
-        write_configs(architecture, staged, modules)
+        return partial(_write, path, family, _architecture(path, header, family))
+    check_configs(config)
+    _check_marks(path, header, config)
+    return partial(_write, path, family, config)
+
+
+def _write(path: Path, family: FamilyName, described: Architecture | Path, staged: Path) -> None:
+    """Write a checkpoint into `staged`. `described`: by what its configurations are told."""
+    if isinstance(described, Architecture):
+        write_configs(described, staged, {part.folder: build_on_meta(part) for part in described.parts})
     else:
-        copy_configs(config, staged, ("unet", "vae", "text_encoder", "text_encoder_2"))
-        _check_marks(path, header, staged)
+        copy_configs(described, staged, ("unet", "vae", "text_encoder", "text_encoder_2"))
     tensors = translate(path, lambda file: load_single_file_checkpoint(str(file), local_files_only=True))
     try:
         for name, kind, prefix in _parts(family):
@@ -70,7 +76,7 @@ def convert(path: Path, header: Header, config: Path | None, staged: Path) -> No
                 raise ModelError(f"{path}: of the UNet's {held} weights, {held - len(found)} have no place")
             write_part(path, staged / name, module, found)
     except ModelError as error:
-        raise error if config is not None else ModelError(f"{error.message}; {_ADVICE}") from error
+        raise error if isinstance(described, Path) else ModelError(f"{error.message}; {_ADVICE}") from error
 
 
 def _parts(family: FamilyName) -> Iterator[tuple[str, Any, str]]:
@@ -153,10 +159,10 @@ def _edm(path: Path, marks: frozenset[str]) -> tuple[str, dict[str, Any], dict[s
     return "EDMEulerScheduler", {"sigma_min": 0.002, **own, **levels}, {}
 
 
-def _check_marks(path: Path, header: Header, staged: Path) -> None:
+def _check_marks(path: Path, header: Header, config: Path) -> None:
     """Raise `ModelError` if a file has the marks of an EDM model and the folder of its configurations is of another."""
     marks = _edm_marks(header)
-    names = read_json(staged / "model_index.json").get("scheduler") or [None]
+    names = read_json(config / "model_index.json").get("scheduler") or [None]
     if marks and names[-1] not in EDM:
         raise ModelError(f"{path}: {', '.join(sorted(marks))}: an EDM model, but its config names {names[-1]}")
 

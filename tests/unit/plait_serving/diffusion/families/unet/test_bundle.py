@@ -18,8 +18,8 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import check_controlnet, load_bundle, load_controlnet
-from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet_config
+from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet, check_controlnet_config
 from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.sources.resolve import resolve_source
