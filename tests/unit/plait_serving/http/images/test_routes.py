@@ -596,6 +596,17 @@ async def test_a_disconnect_cancels_within_one_step(stream, step):
     assert stream or call.status == 499
 
 
+@pytest.mark.parametrize("path", [URL, "/v1/images/edits"])
+async def test_a_client_that_goes_while_it_sends_hurts_nobody(path, caplog):
+    """Its body never ended: that is no failure, and no mistake of anybody's."""
+    call = AsgiCall(make_app(FakeImageService()), b"", path=path)
+    call.requests[:] = [{"type": "http.request", "body": b"{", "more_body": True}]
+    call.disconnect()
+    await call.done()
+    assert call.status == 499
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_server_that_cancels_the_request_cancels_the_work():
     """Ray Serve tells a disconnect by cancelling the task; that ends the work as well."""
     service = FakeImageService(step_s=60.0)
