@@ -236,7 +236,9 @@ def validation_error(errors: Sequence[Any], *, body: type[BaseModel] = Generatio
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"]]
+    if path[:1] in (["body"], ["query"]):  # where it was; a field may be called so, too
+        path = path[1:]
     param = ".".join(path) if path else None
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "string_unicode":  # a lone surrogate; pydantic does not say where in a field's name

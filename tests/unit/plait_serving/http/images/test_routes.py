@@ -652,6 +652,7 @@ def test_a_service_that_ends_without_a_result_is_a_503():
         ({"loras": [{"name": "notto"}]}, "there is no LoRA 'notto'; did you mean noto?"),
         ({"loras": [{"name": "noto", "scal": 1}]}, "loras.0.scal: unknown field; did you mean scale?"),
         ({"controlnets": [{**CONTROL, "strat": 0.5}]}, "controlnets.0.strat: unknown field; did you mean start?"),
+        ({"body": {}}, "body: unknown field"),
         ({"controlnets": [{**CONTROL, "name": "egdes"}]}, "there is no ControlNet 'egdes'; did you mean edges?"),
         ({"sigmas": "karas"}, "did you mean karras?"),
         ({"prompt": "<lora:notto>", "prompt_syntax": "a1111"}, "there is no LoRA 'notto'; did you mean noto?"),
