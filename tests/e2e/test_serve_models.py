@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,10 +149,7 @@ def test_a_model_comes_and_goes_on_both_replicas(client, server, root):
             assert np.abs(ours - wanted).max() <= 1
     victim, other = server.replica_pids("engine")
     os.kill(victim, signal.SIGKILL)
-    until_s = time.monotonic() + WAIT_S
-    while len(pids := server.replica_pids("engine")) < 2 or victim in pids:
-        assert time.monotonic() < until_s
-        time.sleep(0.2)
+    wait_for(lambda: len({*server.replica_pids("engine")} - {victim}) == 2)
     os.kill(other, signal.SIGKILL)  # so that the new one has to know of it
     assert np.abs(drawn(client, "late") - wanted).max() <= 1
     with ThreadPoolExecutor(1) as threads:
@@ -219,10 +215,7 @@ def told(server, model: str, what: str) -> tuple[int, bool | None]:
 
 def resident(server, wanted) -> None:
     """Wait until the models in memory are as wanted."""
-    until_s = time.monotonic() + WAIT_S
-    while not wanted(found := server.get("/v1/status")[1]["resident"]["models"]):
-        assert time.monotonic() < until_s, found
-        time.sleep(0.2)
+    wait_for(lambda: wanted(server.get("/v1/status")[1]["resident"]["models"]))
 
 
 def test_the_status_says_what_is_in_memory(client, server):

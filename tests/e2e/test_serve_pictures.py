@@ -10,8 +10,6 @@ import json
 import os
 import signal
 import threading
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,9 @@ import pytest
 from PIL import Image
 
 from plait.server import processes
+from support.prometheus import found
 from support.server import REAL, PlaitServer, free_port, write_tiny_models
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.cluster
 SIZE = 32
@@ -75,11 +75,7 @@ def difference(a, b):
 
 
 def metric(server, name):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
-    connection.close()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and line[len(name)] in " {")
+    return sum(found(server.metrics(), name))
 
 
 def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
@@ -88,8 +84,8 @@ def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
     assert status == 200, answer
     url = answer["data"][0]["url"]
     assert url.startswith(f"{plait_server.url}/v1/images/results/")
-    with urllib.request.urlopen(url, timeout=120) as found:
-        assert Image.open(io.BytesIO(found.read())).size == (SIZE, SIZE)
+    with urllib.request.urlopen(url, timeout=120) as kept:
+        assert Image.open(io.BytesIO(kept.read())).size == (SIZE, SIZE)
     folder = plait_server.state_folder.parents[1] / "kept"
     assert [path.name for path in folder.iterdir()] == [url.rpartition("/")[2]]
     assert plait_server.get(f"/v1/images/results/{'0' * 9}-{'a' * 32}.png")[0] == 404
@@ -141,11 +137,9 @@ def test_serve_that_told_its_address_is_ready(plait_server):
 
 def test_serve_says_what_its_host_shares(plait_server):
     """An engine and three ControlNet replicas have a thread each, at least; shared if there are fewer cores."""
-    until_s = time.monotonic() + 60  # a replica may still be starting
-    while metric(plait_server, "plait_host_threads_planned") < 4 and time.monotonic() < until_s:
-        time.sleep(0.5)
-    planned, cores = metric(plait_server, "plait_host_threads_planned"), metric(plait_server, "plait_host_cores")
-    assert planned >= 4
+    name = "plait_host_threads_planned"
+    until_metric(plait_server, name, lambda now: now >= 4)  # a replica may still be starting
+    planned, cores = metric(plait_server, name), metric(plait_server, "plait_host_cores")
     assert metric(plait_server, "plait_host_shared") == (planned > cores)
 
 
@@ -240,22 +234,15 @@ def test_serve_new_lora_file_needs_no_restart(plait_server):
     temporary.write_bytes((folder / "noto.safetensors").read_bytes())
     temporary.rename(fresh)
     try:
-        until(lambda: plait_server.generate(**body)[0] != 404, "the new file")
+        wait_for(lambda: plait_server.generate(**body)[0] != 404)
         assert difference(made(plait_server, **body), made(plait_server, **{**body, "loras": [{"name": "noto"}]})) <= 1
     finally:
         fresh.unlink()
     assert plait_server.generate(**body)[0] == 404
 
 
-def until(holds, what):
-    until_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.02)
-
-
 def until_metric(server, name, holds):
-    until(lambda: holds(metric(server, name)), name)
+    wait_for(lambda: holds(metric(server, name)), what=lambda: name)
 
 
 def test_serve_disconnect_cancels_the_engines_work(plait_server):
@@ -305,10 +292,7 @@ def test_serve_recovers_when_the_only_controlnet_replica_was_killed(plait_server
         assert answer["error"]["code"] == "controlnet_unavailable"
         assert "colors" in answer["error"]["message"]
     assert plait_server.generate(prompt="cat", num_inference_steps=2)[0] == 200
-    until_s = time.monotonic() + 180
-    while plait_server.generate(**body)[0] != 200:
-        assert time.monotonic() < until_s, "the ControlNet did not come back"
-        time.sleep(1)
+    wait_for(lambda: plait_server.generate(**body)[0] == 200, 180)
 
 
 def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
@@ -325,6 +309,4 @@ def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
     status, answer, _ = answers[0]
     assert status == 200, answer
     assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
-    until_s = time.monotonic() + 60
-    while (health := plait_server.get("/health"))[0] != 200:  # the new replica converts, and may answer late
-        assert time.monotonic() < until_s, health[1]
+    wait_for(lambda: plait_server.get("/health")[0] == 200)  # the new replica converts, and may answer late

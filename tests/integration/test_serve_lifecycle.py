@@ -87,16 +87,8 @@ def steps_when_still(server):
     return steps
 
 
-def read_metrics(server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/metrics")
-    body = connection.getresponse().read().decode()
-    connection.close()
-    return body
-
-
 def steps_so_far(server):
-    return total(read_metrics(server), "fake_steps_total")
+    return total(server.metrics(), "fake_steps_total")
 
 
 def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):

@@ -133,6 +133,10 @@ class PlaitServer:
         """GET: status, JSON body, headers."""
         return _json(ask(self.url + path, timeout_s=timeout_s))
 
+    def metrics(self) -> str:
+        """What the ingress that answers says of all."""
+        return ask(self.url + "/metrics").text
+
     def post(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """POST without a body: status, JSON body, headers."""
         return _json(ask(self.url + path, b"", timeout_s=timeout_s))
