@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Residuals
 from support import controlnet as kit
 from support.closeness import EQUAL, ulps
+from support.waiting import wait_for
 
 _HANGING = """
 import sys
@@ -399,7 +399,7 @@ def test_client_moves_to_a_replica_with_fewer_clients(
         answers = client.start([ask.call(session) for ask, session in zip(asks, sessions, strict=True)]).wait()
         assert all(kit.same_bits(a, want) for a, want in zip(answers, expect(asks), strict=True))
         assert (new.statistics().steps, old.statistics().steps, asked) == (1, 0, ["old", "old"])
-        _wait_until(lambda: old.statistics().sessions == 0)
+        wait_for(lambda: old.statistics().sessions == 0)
         client.shutdown()
 
 
@@ -517,12 +517,12 @@ def test_base_replicas_share_forward_passes(
         clients = [RemoteControlNetClient("edges", fleet.connect) for _ in range(4)]
         asks = [_ask(1), _ask(2, n=2), _ask(3, step=7), _ask(4, cfg=False)]
         sessions = [ask.open(client) for ask, client in zip(asks, clients, strict=True)]
-        _wait_until(lambda: service.statistics().opened == len(asks))
+        wait_for(lambda: service.statistics().opened == len(asks))
         gate.opened.clear()
         pendings = [clients[0].start([asks[0].call(sessions[0])])]
         assert gate.entered.wait(WAIT_S)
         pendings += [c.start([a.call(s)]) for c, a, s in list(zip(clients, asks, sessions, strict=True))[1:]]
-        _wait_until(lambda: _waiting(service) == 3)
+        wait_for(lambda: _waiting(service) == 3)
         gate.opened.set()
         answers = [pending.wait()[0] for pending in pendings]
         for answer, ask in zip(answers, asks, strict=True):
@@ -533,7 +533,7 @@ def test_base_replicas_share_forward_passes(
         assert (statistics.channels, statistics.sessions, statistics.failed_calls) == (4, 4, 0)
         for client in clients:
             client.shutdown()
-        _wait_until(lambda: service.statistics().channels == 0 and service.statistics().sessions == 0)
+        wait_for(lambda: service.statistics().channels == 0 and service.statistics().sessions == 0)
 
 
 def test_batches_are_bounded(folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet) -> None:
@@ -548,7 +548,7 @@ def test_batches_are_bounded(folder: Path, tmp_path: Path, fleet: kit.ReplicaFle
         pendings = [client.start([ask.call(session)])]
         assert gate.entered.wait(WAIT_S)
         pendings += [client.start([ask.call(session)]) for _ in range(5)]
-        _wait_until(lambda: _waiting(service) == 5)
+        wait_for(lambda: _waiting(service) == 5)
         gate.opened.set()
         for pending in pendings:
             assert isinstance(pending.wait()[0], Residuals)
@@ -698,11 +698,3 @@ def test_channels_are_bounded(folder: Path, tmp_path: Path, fleet: kit.ReplicaFl
         assert isinstance(first.start([ask.call(session)]).wait()[0], Residuals)
         assert service.statistics().refused_channels >= 1
         first.shutdown()
-
-
-def _wait_until(true: Callable[[], bool]) -> None:
-    for _ in itertools.repeat(None, int(WAIT_S * 100)):
-        if true():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it never came true")

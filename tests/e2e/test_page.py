@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from plait.app import AppArgs, build
 from plait.config import ServerSection
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
+from support.asking import ask
 from support.browser import chromium, needs_browser
 from support.waiting import wait_for
 
@@ -54,8 +53,8 @@ def url(shared_serve):
 
 def _is_ready(address):
     try:
-        with urllib.request.urlopen(address + "v2/health/ready", timeout=120) as answer:
-            return json.load(answer)["ready"] is True
+        answer = ask(address + "v2/health/ready")
+        return answer.status == 200 and answer.json()["ready"] is True
     except OSError:
         return False
 
@@ -85,11 +84,8 @@ def made(page, prompt, seed, loras=(), count=1):
     page.wait("return document.querySelectorAll('#grid li').length >= args[0]", count)
 
 
-def asked(url, path, body):
-    request = urllib.request.Request(url + path, data=json.dumps(body).encode())
-    request.add_header("content-type", "application/json")
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+def asked(url, body):
+    return ask(url + "v1/images/generations", body).json()["data"][0]["b64_json"]
 
 
 def pixels(encoded):
@@ -107,9 +103,9 @@ def test_an_image_made_on_the_page_is_the_one_that_the_api_makes(url, window):
         return [await base64Of(image.blob), image.body];"""
     )
     assert body["loras"] == [{"name": "noto", "scale": 1}]
-    again = asked(url, "v1/images/generations", body)["data"][0]["b64_json"]
+    again = asked(url, body)
     assert np.abs(pixels(shown) - pixels(again)).max() <= 1  # rows of others in a batch may move a level
-    plain = asked(url, "v1/images/generations", {**body, "loras": []})["data"][0]["b64_json"]
+    plain = asked(url, {**body, "loras": []})
     assert np.abs(pixels(shown) - pixels(plain)).max() > 50
     assert page.complaints() == []
 
@@ -132,7 +128,7 @@ def test_the_ranking_follows_the_person(url, window):
 
 def test_the_status_tells_of_the_server(url, window):
     """One engine, one ingress, the models by name, and the tenant's images."""
-    asked(url, "v1/images/generations", {"prompt": "red apple", "num_inference_steps": 1})
+    asked(url, {"prompt": "red apple", "num_inference_steps": 1})
     page = opened(window, url + "#status")
     page.wait("return document.getElementById('status-cards').innerText.includes('1 engine')")
     names = "return [...document.querySelectorAll('#status-cards section')].map((each) => each.ariaLabel)"

@@ -80,8 +80,8 @@ def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
     assert status == 200, answer
     url = answer["data"][0]["url"]
     assert url.startswith(f"{plait_server.url}/v1/images/results/")
-    with urllib.request.urlopen(url, timeout=120) as found:
-        assert Image.open(io.BytesIO(found.read())).size == (SIZE, SIZE)
+    with urllib.request.urlopen(url, timeout=120) as kept:
+        assert Image.open(io.BytesIO(kept.read())).size == (SIZE, SIZE)
     folder = plait_server.state_folder.parents[1] / "kept"
     assert [path.name for path in folder.iterdir()] == [url.rpartition("/")[2]]
     assert plait_server.get(f"/v1/images/results/{'0' * 9}-{'a' * 32}.png")[0] == 404

@@ -20,6 +20,7 @@ from plait_serving.diffusion.values import (
     Preview,
     Progress,
     RgbImage,
+    Scheduler,
     Timings,
 )
 from plait_serving.health import Health
@@ -55,6 +56,11 @@ FAKE_CATALOG = Catalog(
         ControlNetCard(name="plain", family="sd1"),
     ),
 )
+
+FAKE_REQUEST = ImageRequest(
+    request_id="r", prompt="x", width=16, height=16, steps=4, guidance_scale=7.5, seed=1, scheduler=Scheduler.EULER,
+    partial_images=1,
+)  # fmt: skip
 
 
 def fake_image(request: ImageRequest, seed: int) -> RgbImage:

@@ -6,9 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from support.closeness import EQUAL
 from support.cluster import SharedServe
 from support.paused import pause
 from support.prometheus import total
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -64,7 +64,7 @@ def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int | Replicas) -
 def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
     """A base replica that knows only Serve's handle gets `ControlNetModel.forward` x scale, bit for bit."""
     find = ServeReplicas("edges", handle)
-    _wait_until(lambda: len(find.replicas()) == 2)  # another test may have killed one
+    wait_for(lambda: len(find.replicas()) == 2, PATIENCE_S)  # another test may have killed one
     replicas = find.replicas()
     assert len({replica.pid for replica in replicas}) == 2
     assert [[address.partition(":")[0] for address in replica.addresses] for replica in replicas] == [
@@ -87,14 +87,14 @@ def test_each_replica_says_what_its_audits_found(handle: Any) -> None:
         found.update({it.replica: it.families for it in asyncio.run(AllReplicas(handle).answers())})
         return len(found) == 2
 
-    _wait_until(both)
+    wait_for(both, PATIENCE_S)
     assert [total(families, "plait_audit_drifted_total", model="edges") for families in found.values()] == [0, 0]
 
 
 def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
     """The replica that holds our step is killed: another answers the same, and goes on."""
     find = ServeReplicas("edges", handle)
-    _wait_until(lambda: len(find.replicas()) == 2)
+    wait_for(lambda: len(find.replicas()) == 2, PATIENCE_S)
     client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(2, width=32)
     expected = kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0]
     session = ask.open(client)
@@ -121,7 +121,7 @@ def test_deleted_deployment_is_unavailable_and_leaves_no_socket(
     pids = [replica.pid for replica in find.replicas()]
     cluster.delete("to-delete")
     assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
-    _wait_until(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")))
+    wait_for(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")), PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -155,19 +155,8 @@ def test_a_busy_controlnet_grows_and_its_clients_move(
     with ThreadPoolExecutor(len(asked)) as threads:
         running = [threads.submit(engine, number) for number in range(len(asked))]
         try:
-            _wait_until(lambda: both_have_some() or any(map(_ended, running)))
+            wait_for(lambda: both_have_some() or any(it.done() for it in running), PATIENCE_S)
         finally:
             stop.set()
         assert all(it.result() for it in running)
     cluster.delete("growing")
-
-
-def _ended(running: Future[int]) -> bool:
-    return running.done()
-
-
-def _wait_until(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until_s, "it never came true"
-        time.sleep(0.2)

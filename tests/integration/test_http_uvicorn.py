@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 
@@ -66,6 +67,20 @@ def test_events_arrive_while_the_picture_is_made(server, monkeypatch):
         assert event.b64_json
     assert len(steps) == 4
     assert steps[0] < steps[-1] == 8
+
+
+def test_head_is_answered_as_get_without_a_body(server):
+    """As load balancers ask for health, and browsers for an image; the connection goes on after it."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for path in ("/health", "/v1/models", "/metrics", "/nope", "/"):
+        found = []
+        for method in ("HEAD", "GET"):
+            connection.request(method, path)
+            answer = connection.getresponse()
+            found.append((answer.status, answer.headers["content-type"], bool(answer.read())))
+        head, got = found
+        assert (head, got[2]) == ((*got[:2], False), True), path
+    connection.close()
 
 
 def test_a_large_body_gets_its_413(server):

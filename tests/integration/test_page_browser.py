@@ -11,6 +11,7 @@ import sys
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -18,11 +19,13 @@ from PIL.PngImagePlugin import PngInfo
 from fakes.images import FAKE_CATALOG, FakeImageService
 from fakes.ranking import fake_rankers
 from plait_serving.diffusion.errors import Overloaded
-from plait_serving.diffusion.request_terms import RequestTerms
+from plait_serving.diffusion.request_terms import RequestTerms, SamplerChoice
+from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.tenants import TenantLimits
+from plait_serving.images.config import ResultsSection
 from plait_serving.images.service import LoraCard
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.replica_metrics import ReplicaMetrics, family
@@ -54,7 +57,9 @@ class Desk:
 
     def __init__(self, open_window, service=None, *, settings=None, ranking=True, path="", **how):
         self.service = service or FakeImageService()
-        settings = replace(settings or HttpSettings(), preprocessors=PREPROCESSORS, words={"emoji": image_words()})
+        settings = settings or HttpSettings()
+        words = {"emoji": image_words(), **settings.words}
+        settings = replace(settings, preprocessors=PREPROCESSORS, words=words)
         rankers = LocalRankingService(fake_rankers()) if ranking else None
         self.server = AppServer(create_app(self.service, settings, ranking=rankers))
         self.url = f"http://127.0.0.1:{self.server.port}/"
@@ -370,7 +375,7 @@ def test_the_settings_of_a_file_are_restored(window, tmp_path):
 
 
 def test_what_a1111_was_asked_for_and_is_not_done_here_is_said(window, tmp_path):
-    """Its marks, clip skip and schedule are taken over."""
+    """Its marks, clip skip and schedule are taken over, by what the model takes that it names."""
     text = (
         "(frog:1.2) face <lora:noto:0.8> <lora:sketch:1:0.5> <hypernet:old:1>\nNegative prompt: blur\n"
         "Steps: 9, Sampler: DPM++ 2M Karras, CFG scale: 6, Seed: 5, Size: 24x16, Model hash: 6ce0161689, Model: emoji, "
@@ -380,7 +385,9 @@ def test_what_a1111_was_asked_for_and_is_not_done_here_is_said(window, tmp_path)
     info = PngInfo()
     info.add_text("parameters", text)
     Image.new("RGB", (24, 16)).save(tmp_path / "theirs.png", pnginfo=info)
-    with Desk(window) as desk:
+    terms = RequestTerms(samplers=SamplerChoice(among=(Scheduler.EULER,)))
+    bare = replace(FAKE_CATALOG.model, name="bare", terms=terms)
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(bare, FAKE_CATALOG.model)))) as desk:
         page = desk.ready()
         page.type("#restore", str(tmp_path / "theirs.png"))
         page.wait("return document.querySelector('#messages').innerText.includes('restored, but for')")
@@ -432,8 +439,8 @@ def test_names_of_files_are_chosen_and_restored_as_they_are(window, tmp_path):
 def _submit(desk):
     before = len(desk.service.submitted)
     desk.page.click("#generate")
+    wait_for(lambda: len(desk.service.submitted) == before + 1)
     desk.page.wait(MADE, 1)
-    assert len(desk.service.submitted) == before + 1
     return desk.service.submitted[-1]
 
 
@@ -496,14 +503,16 @@ def test_a_tenant_that_may_ask_little_sees_the_page_all_the_same(window):
 
 def test_what_is_copied_makes_the_same_image_again(window, tmp_path):
     """The program that the page gives for an edit with a LoRA and a ControlNet runs as it is, with the files that it
-    names beside it, and so does the command."""
-    with Desk(window) as desk:
+    names beside it, and so does the command: also with a large file, and on a server that answers with URLs."""
+    kept = ResultsSection(folder=tmp_path / "kept", response_format="url")
+    with Desk(window, settings=HttpSettings(results=kept)) as desk:
         page = desk.ready()
         desk.make('it\'s a "frog" face')
         page.click("[title^='Start an edit']")
         page.click("#loras .chip")
         page.click("#controlnets .chip")
-        (tmp_path / "dropped.png").write_bytes(png(16, 16))
+        noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+        Image.fromarray(noise).save(tmp_path / "dropped.png")
         page.type("#controlnets input[type=file]", str(tmp_path / "dropped.png"))
         page.wait("return document.querySelectorAll('#controlnets .pair img').length === 2")
         first = desk.make('it\'s a "frog" face', 2)
@@ -526,6 +535,25 @@ def test_what_is_copied_makes_the_same_image_again(window, tmp_path):
         subprocess.run(["bash", "-c", curl], cwd=tmp_path, check=True, timeout=120)
         answer = json.loads((tmp_path / "answer.json").read_text())
         assert answer["data"][0]["b64_json"] == shown
+
+
+def test_what_cannot_be_done_is_said(window):
+    """A model that takes no ControlNet, an image that the browser does not keep, which can be deleted all the same, and
+    a person that the recommender refuses."""
+    bare = replace(FAKE_CATALOG.model, controlnets=())
+    levels = ["none", "a little", "much"]
+    words = {"picks": {"inputs": {"person": levels, "mood": levels}}}
+    service = FakeImageService(catalog=replace(FAKE_CATALOG, models=(bare,)))
+    with Desk(window, service, settings=HttpSettings(words=words)) as desk:
+        page = desk.ready()
+        page.run("IDBObjectStore.prototype.add = () => { throw new Error('full'); }")
+        desk.make("frog face")
+        page.click("[title='Use this image for a ControlNet']")
+        page.click("[title='Delete this image']")
+        page.wait("return document.querySelectorAll('#grid li').length === 0")
+        page.click("#tab-rank")
+        for said in ("the browser keeps no more images", "this model takes no ControlNet", "user.mood: "):
+            page.wait("return document.querySelector('#messages').innerText.includes(args[0])", said)
 
 
 def test_a_server_with_keys_asks_for_one(window):

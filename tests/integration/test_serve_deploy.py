@@ -277,8 +277,7 @@ def test_dashboards_and_alerts_read_metrics_that_are_there(cluster, capsys):
         cluster.deploy(capsys, max_steps=40)
         cluster.wait(lambda: cluster.ask("/health")[0] == 200, "not ready")
     assert (cluster.image()[0], cluster.ranking()[0]) == (200, 200)
-    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/metrics", timeout=120) as answer:
-        text = answer.read().decode()
+    text = ask(f"http://127.0.0.1:{cluster.port}/metrics").text
     there = set(re.findall(r"^(?:# TYPE )?(plait_\w+)", text, re.MULTILINE))
     named = {
         name

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,7 @@ from plait_disagg.package import Package
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
-from plait_serving.deployments.ranking.worker import remote_ranker
+from plait_serving.deployments.ranking.worker import ServeRanker
 from plait_serving.ranking.config import RankingSection, RankModelSection
 from support import refresh as refresh_kit
 from support.asking import ask
@@ -77,7 +75,7 @@ class Deployed:
 
     def ranker(self, model: str = "tiny", role: str = "cn") -> CoreRanker:
         """As the ingress has one."""
-        return remote_ranker(model, self.serve.get_deployment_handle(f"{role}-{model}", "rank"))
+        return ServeRanker(model, self.serve.get_deployment_handle(f"{role}-{model}", "rank"))
 
     def get(self, path: str, body: Any = None, *, direct: bool = False) -> tuple[int, Any]:
         """Status and JSON; a body makes it a POST. ``direct``: without Serve's proxy."""
@@ -189,17 +187,6 @@ async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_
     (refused, told) = deployed.get("/v2/repository/models/tiny/load", body)
     assert (refused, "no package" in told["error"]) == (503, True)
     await ranker.close(drain_s=1)
-
-
-def test_workers_import_nothing_that_makes_pictures() -> None:
-    """Their start is torch's, Serve's and no more: diffusers and its kin cost many seconds."""
-    code = (
-        "import sys, plait_disagg.package.read\n"
-        "import plait_serving.deployments.lazy, plait_serving.deployments.ranking.worker\n"
-        "print(*{'diffusers', 'transformers', 'peft', 'accelerate'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
 
 
 def test_sockets_of_living_workers_are_there(deployed: Deployed) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.asking import ask
 from support.paused import pause
 from support.prometheus import found, total
 from support.server import FAKE, PlaitServer, free_port
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -50,18 +50,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, loras: Path) -> Iterator[Pl
             started.kill_and_clean()
 
 
-def scrape(server: PlaitServer, path: str = "/metrics") -> str:
-    """What is at the path."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", path)
-    body = connection.getresponse().read().decode()
-    connection.close()
-    return body
-
-
 def counters(server: PlaitServer) -> dict[tuple[str, ...], float]:
     """Every counter, by its labels; none where the answer is an error: the ingress that was asked is gone."""
-    text = scrape(server)
+    text = server.metrics()
     families = text_string_to_metric_families(text) if text.startswith("#") else ()
     return {
         (it.name, *sorted(it.labels.values())): it.value
@@ -73,10 +64,14 @@ def counters(server: PlaitServer) -> dict[tuple[str, ...], float]:
 
 def until_two(server: PlaitServer, deployment: str) -> list[int]:
     """The processes of the two replicas, once there are two that answer."""
-    until_s = time.monotonic() + WAIT_S
-    while len(pids := server.replica_pids(deployment)) != 2:
-        assert time.monotonic() < until_s, f"{deployment}: {pids}"
-        time.sleep(0.2)
+    pids: list[int] = []
+
+    def two() -> bool:
+        nonlocal pids
+        pids = server.replica_pids(deployment)
+        return len(pids) == 2
+
+    wait_for(two, what=lambda: f"the second {deployment} of {pids}")
     return pids
 
 
@@ -165,9 +160,7 @@ def test_what_a1111s_api_knows_is_the_same_at_both_ingresses(server: PlaitServer
         threads = [threading.Thread(target=make) for _ in range(4)]
         for thread in threads:
             thread.start()
-        until_s = time.monotonic() + WAIT_S
-        while sdapi(server, "progress")["state"]["job_count"] < 4 and not answers:
-            assert time.monotonic() < until_s
+        wait_for(lambda: answers or sdapi(server, "progress")["state"]["job_count"] == 4)
         sdapi(server, "interrupt", {})
         for thread in threads:
             thread.join(WAIT_S)
@@ -181,11 +174,9 @@ def test_what_a1111s_api_knows_is_the_same_at_both_ingresses(server: PlaitServer
 
 def sdapi(server: PlaitServer, path: str, body: dict[str, object] | None = None) -> Any:
     """The answer of A1111's API."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
-    asked = urllib.request.Request(f"{server.url}/sdapi/v1/{path}", data=data, headers=headers)
-    with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
-        return json.load(answer)
+    answer = ask(f"{server.url}/sdapi/v1/{path}", body)
+    assert answer.status == 200, answer.text
+    return answer.json()
 
 
 def test_a_reverse_proxys_word_crosses_serves_own(server: PlaitServer) -> None:
@@ -199,39 +190,43 @@ def test_a_reverse_proxys_word_crosses_serves_own(server: PlaitServer) -> None:
 
 def until_all_are(server: PlaitServer, status: int, body: dict[str, object]) -> None:
     """Wait until sixteen requests in a row, of which each ingress has some, end so."""
-    until_s = time.monotonic() + WAIT_S
-    in_a_row = 0
-    while in_a_row < 16:
-        assert time.monotonic() < until_s
-        in_a_row = in_a_row + 1 if status_of(server, **body) == status else 0
+    wait_for(lambda: all(status_of(server, **body) == status for _ in range(16)))
 
 
 def scrape_of_all(server: PlaitServer) -> str:
     """Metrics in which both engines answered in time."""
-    until_s = time.monotonic() + WAIT_S
-    while len(found(text := scrape(server), "plait_images_total")) + len(found(text, "fake_steps_total")) < 4:
-        assert time.monotonic() < until_s, text
+    text = ""
+
+    def complete() -> bool:
+        nonlocal text
+        text = server.metrics()
+        return len(found(text, "plait_images_total")) + len(found(text, "fake_steps_total")) >= 4
+
+    wait_for(complete, what=lambda: text)
     return text
 
 
 def images_used(server: PlaitServer, *, at_least: int) -> int:
     """By the account, once it knows of so many: a replica that is slow to answer is counted a little later."""
-    until_s = time.monotonic() + WAIT_S
-    while True:
-        accounts = json.loads(scrape(server, "/v1/usage"))["data"]
-        if (images := sum(each["images"] for each in accounts)) >= at_least:
-            return images
-        assert time.monotonic() < until_s, accounts
+    images = 0
+
+    def enough() -> bool:
+        nonlocal images
+        images = sum(each["images"] for each in server.get("/v1/usage")[1]["data"])
+        return images >= at_least
+
+    wait_for(enough, what=lambda: f"account of {at_least} images, only {images},")
+    return images
 
 
 def test_a_scrape_is_answered_while_no_engine_answers(server: PlaitServer) -> None:
     """Both are stopped: their numbers are missing, those of HTTP are there (finding 9)."""
     engines = until_two(server, "engine")
-    scrape(server)
+    server.metrics()
     for pid in engines:
         pause(pid)
     try:
-        text = scrape(server)  # Serve itself would wait for ever
+        text = server.metrics()  # Serve itself would wait for ever
     finally:
         for pid in engines:
             os.kill(pid, signal.SIGCONT)

@@ -20,7 +20,7 @@ from plait_disagg.package.manifest import TABLES
 from plait_disagg.values import RankRequest
 from plait_fabric.rpc.replicas import NoReplica, Replica
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
-from plait_serving.deployments.ranking.worker import remote_ranker
+from plait_serving.deployments.ranking.worker import ServeRanker
 from plait_serving.ranking.config import CnSection, RankingSection, RankModelSection
 from support import refresh as refresh_kit
 from support.asking import Answer, ask
@@ -55,7 +55,7 @@ class Deployed:
 
     def ranker(self) -> Any:
         """As the ingress has one."""
-        return remote_ranker("parts", self._shared.serve.get_deployment_handle("cn-parts", "dealt"))
+        return ServeRanker("parts", self._shared.serve.get_deployment_handle("cn-parts", "dealt"))
 
     def ask(self, path: str, body: Any = None) -> Answer:
         """Status, headers and text; a body makes it a POST."""

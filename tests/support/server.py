@@ -136,7 +136,11 @@ class PlaitServer:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples in `/metrics`; 0 if there are none."""
-        return sum(found(ask(self.url + "/metrics", timeout_s=120).text, name))
+        return sum(found(self.metrics(), name))
+
+    def metrics(self) -> str:
+        """What the ingress that answers says of all."""
+        return ask(self.url + "/metrics", timeout_s=120).text
 
     def post(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """POST without a body: status, JSON body, headers."""

@@ -9,12 +9,14 @@ from collections.abc import Callable
 _PATIENCE_S = 120.0
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = _PATIENCE_S) -> None:
-    """Returns as soon as ``condition`` holds."""
+def wait_for(
+    condition: Callable[[], object], timeout_s: float = _PATIENCE_S, *, what: Callable[[], object] = lambda: "it"
+) -> None:
+    """Returns as soon as ``condition`` holds; ``what`` says what never did."""
     began_s = time.monotonic()
     while not condition():
         waited_s = time.monotonic() - began_s
-        assert waited_s < timeout_s, "it never came true"
+        assert waited_s < timeout_s, f"{what()} never came true"
         time.sleep(min(0.1, 0.005 + waited_s / 50))  # what takes long, as a process that starts, needs the core itself
 
 
@@ -23,3 +25,9 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(_PATIENCE_S):
         while not condition():  # noqa: ASYNC110  # the fakes are counters, not events
             await asyncio.sleep(0.002)
+
+
+async def settled() -> None:
+    """Tasks have done what they can."""
+    for _ in range(10):
+        await asyncio.sleep(0)

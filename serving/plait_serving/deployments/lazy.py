@@ -136,9 +136,6 @@ class ControlNetMethods(ReplicaMethods, Protocol):
     async def describe(self) -> Any:
         """Return this replica's addresses and secret."""
 
-    async def statistics(self) -> dict[str, float]:
-        """Return the replica's statistics."""
-
     async def metric_families(self) -> Any:
         """Return the metrics and the replica's name."""
 

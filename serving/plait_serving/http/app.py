@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
@@ -69,7 +70,14 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 
 
 class _App(FastAPI):
-    """A FastAPI application whose schema includes the hot route, which FastAPI does not see."""
+    """A FastAPI application that answers HEAD wherever it does GET, and whose schema includes the hot route, which
+    FastAPI does not see."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI call. Of an answer to HEAD the server of HTTP leaves out the body."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """Return the schema; it is built once, when all ranking models have told what they take."""
@@ -228,7 +236,9 @@ def validation_error(errors: Sequence[Any], *, body: type[BaseModel] = Generatio
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"]]
+    if path[:1] in (["body"], ["query"]):  # where it was; a field may be called so, too
+        path = path[1:]
     param = ".".join(path) if path else None
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "string_unicode":  # a lone surrogate; pydantic does not say where in a field's name

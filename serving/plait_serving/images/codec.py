@@ -131,14 +131,20 @@ def image_size(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[int, in
     return _opened(raw, upright, param=param, limits=limits)
 
 
-def painted_mask(raw: bytes, *, inverted: bool, blur_px: float, param: str, limits: DecodeLimits) -> bytes:
-    """Return a mask of A1111's as a PNG of ours. There, too, white is made anew; of a mask with transparent pixels,
-    though, what is not transparent. `inverted`: the other way round; `blur_px`: the deviation of a Gaussian."""
+def painted_mask(
+    raw: bytes, *, size: tuple[int, int], inverted: bool, blur_px: float, param: str, limits: DecodeLimits
+) -> bytes:
+    """Return a mask of A1111's as a PNG of ours, stretched to the `size` of its image. There, too, white is made anew;
+    of a mask with transparent pixels, though, what is not transparent. `inverted`: the other way round; `blur_px`: the
+    deviation of a Gaussian, in the mask's own pixels."""
     rgb, clear = decode_layers(raw, param=param, limits=limits)
     mask = Image.fromarray(rgb).convert("L") if clear is None else Image.fromarray(255 - clear)
     mask = ImageOps.invert(mask) if inverted else mask
+    soft = mask.filter(ImageFilter.GaussianBlur(blur_px))
+    if np.asarray(soft).max() < 128 <= np.asarray(mask).max():
+        raise RequestError("it leaves nothing of the mask that is to be made anew: blur it less", param="mask_blur")
     out = io.BytesIO()
-    mask.filter(ImageFilter.GaussianBlur(blur_px)).save(out, "PNG", compress_level=1)
+    soft.resize(size, Image.Resampling.LANCZOS).save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 

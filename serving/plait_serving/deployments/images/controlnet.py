@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +133,6 @@ class ControlNetDeployment:
             pid=os.getpid(),
             start_s=self._start_s,
         )
-
-    async def statistics(self) -> dict[str, float]:
-        """Return `ServiceStatistics` as plain numbers."""
-        return asdict(self._service.statistics())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""

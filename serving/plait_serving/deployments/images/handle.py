@@ -128,13 +128,15 @@ class HandleImageService:
             self._catalog, self._digest = unpacked(pieces), head.digest
         return self._catalog
 
-    async def _ask_any(self, method: str) -> object:
+    async def _ask_health(self) -> object:
         """Ask until a replica survives the question: for a while Serve offers those that are dead beside the others."""
         while True:
             try:
-                return await self._call(method)
-            except _ReplicaDied:
-                await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
+                return await self._handle.health.remote()
+            except (RayError, RayServeException) as error:
+                if not isinstance(translated := self._translated(error), _ReplicaDied):
+                    raise translated from error
+            await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
 
     async def rest(self, model: str, *, asleep: bool) -> None:
         """Tell every replica. One that starts later holds what it is asked for, like every other."""
@@ -162,7 +164,7 @@ class HandleImageService:
     async def health(self) -> Health:
         """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""
         try:
-            health = await asyncio.wait_for(self._ask_any("health"), HEALTH_TIMEOUT_S)
+            health = await asyncio.wait_for(self._ask_health(), HEALTH_TIMEOUT_S)
         except TimeoutError:
             return Health(ready=False, reason=f"no engine replica answered within {HEALTH_TIMEOUT_S:g} s")
         except EngineError as error:
@@ -250,12 +252,6 @@ class HandleImageService:
         finally:
             if not ended:
                 response.cancel()
-
-    async def _call(self, method: str) -> object:
-        try:
-            return await getattr(self._handle, method).remote()
-        except (RayError, RayServeException) as error:
-            raise self._translated(error) from error
 
     def _translated(self, error: Exception) -> EngineError:
         known = translate(error)

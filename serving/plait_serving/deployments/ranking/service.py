@@ -16,7 +16,7 @@ from plait_disagg.refresh.publish import publish
 from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.deployments.ranking.package_source import RankModel, RankSource
-from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_ready
+from plait_serving.deployments.ranking.worker import ServeRanker, wait_until_ready
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from plait_serving.replica_metrics import ReplicaMetrics
@@ -27,7 +27,7 @@ class RemoteRankingService(LocalRankingService):
 
     def __init__(self, models: Mapping[str, RankModel]) -> None:
         """Take the models by the names that requests use; connecting continues in the background."""
-        rankers = {name: remote_ranker(name, model.workers) for name, model in models.items()}
+        rankers = {name: ServeRanker(name, model.workers) for name, model in models.items()}
         wait_until_ready([ranker.core for ranker in rankers.values()])
         served = {}
         for name, model in models.items():

@@ -281,10 +281,12 @@ class RankWorker:
                 shard.close()
 
 
-class _ServeRanker(CoreRanker):
-    """Asks the workers whether they are ready: a CN may be there without its HNs."""
+class ServeRanker(CoreRanker):
+    """Asks a model's CNs or whole workers, however many there are at a time, also whether they are ready: a CN may be
+    there without its HNs."""
 
     def __init__(self, name: str, handle: Any) -> None:
+        """Start connecting to the replicas of that deployment."""
         connect = ServeReplicas(f"model {name}", handle).connect
         super().__init__(RemoteCore(name, connect, max_replicas=MAX_WORKERS))
         self._handle = handle
@@ -303,12 +305,6 @@ class _ServeRanker(CoreRanker):
         if None in answers:
             return None
         return next((it for it in answers if isinstance(it, str)), f"no worker answered within {HEALTH_TIMEOUT_S:g} s")
-
-
-def remote_ranker(name: str, handle: Any) -> CoreRanker:
-    """Return a ranker for the model whose CNs or whole workers form that deployment, however many there are at a time.
-    It starts connecting at once."""
-    return _ServeRanker(name, handle)
 
 
 def wait_until_ready(cores: Sequence[Core]) -> None:

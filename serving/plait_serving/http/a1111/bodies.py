@@ -18,7 +18,7 @@ from plait_serving.diffusion.prompt_syntax import take_loras
 from plait_serving.diffusion.values import Scheduler, Sigmas
 from plait_serving.http.images.resolve import chosen_model
 from plait_serving.http.images.schemas import MAX_LIST, EditBody, GenerationBody
-from plait_serving.images.codec import DecodeLimits, decode_base64, painted_mask
+from plait_serving.images.codec import DecodeLimits, decode_base64, image_size, painted_mask
 from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import BaseModelCard, Catalog
 from plait_serving.spelling import hint
@@ -155,7 +155,8 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
     if card.terms.reads_images and strength is not None:
         strength = None
         hints.append(f"denoising_strength: {card.name} reads the image, and starts from noise")
-    fields |= {"image": image, "mask": _mask(given, limits), "strength": strength}
+    raw = decode_base64(_image(given), param="init_images", limits=limits)
+    fields |= {"image": raw, "mask": _mask(given, raw, limits), "strength": strength}
     return Asked(body=EditBody(**fields), hints=hints)
 
 
@@ -233,9 +234,14 @@ def _image(given: Img2Img) -> str:
     return given.init_images[0]
 
 
-def _mask(given: Img2Img, limits: DecodeLimits) -> bytes | None:
+def _mask(given: Img2Img, image: bytes, limits: DecodeLimits) -> bytes | None:
     if not given.mask:
         return None
-    raw = decode_base64(given.mask, param="mask", limits=limits)
-    inverted = bool(given.inpainting_mask_invert)
-    return painted_mask(raw, inverted=inverted, blur_px=given.mask_blur or 0.0, param="mask", limits=limits)
+    return painted_mask(
+        decode_base64(given.mask, param="mask", limits=limits),
+        size=image_size(image, param="init_images", limits=limits),
+        inverted=bool(given.inpainting_mask_invert),
+        blur_px=given.mask_blur or 0.0,
+        param="mask",
+        limits=limits,
+    )

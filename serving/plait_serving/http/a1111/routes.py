@@ -6,7 +6,8 @@ The forms of answers are those of stable-diffusion-webui's `modules/api`. No ans
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from plait_serving.diffusion.errors import NotFound
+from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import ImageResult, Progress, Sigmas
 from plait_serving.http.a1111.bodies import (
     CHECKPOINT,
@@ -45,7 +46,7 @@ Who = Annotated[Principal, Depends(principal)]
 
 _NAMES = {
     "num_inference_steps": "steps", "guidance_scale": "cfg_scale", "scheduler": "sampler_name", "sigmas": "scheduler",
-    "n": "batch_size", "size": "width", "strength": "denoising_strength", "image": "init_images",
+    "n": "batch_size", "size": "width", "strength": "denoising_strength", "image": "init_images", "model": CHECKPOINT,
     "clip_skip": "override_settings.CLIP_stop_at_last_layers", "controlnets": "alwayson_scripts.controlnet",
 }  # fmt: skip
 """A1111's names of plait's fields."""
@@ -78,17 +79,14 @@ async def img2img(given: Img2Img, request: Request, context: ContextDep, who: Wh
 async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant: str) -> Response:
     read = partial(asked, given, await context.desk.checkpoint(tenant), limits=context.settings.decode_limits)
     service = context.image_service
-    try:
+    with _in_their_words():
         try:
             wanted = await context.decoder.run(tenant, partial(read, await service.catalog()))
         except NotFound:  # what came a moment ago
             wanted = await context.decoder.run(tenant, partial(read, await service.catalog(anew=True)))
-    except ValidationError as error:
-        found = [{**each, "loc": _their_names(each["loc"])} for each in error.errors(include_url=False)]
-        raise RequestValidationError(found) from error
-    reply = await resolved(wanted.body, request, context)
+        reply = await resolved(wanted.body, request, context)
     made = replace(reply.request, wants_progress=True)
-    with context.desk.opened(tenant, made.run_steps) as job:
+    with _in_their_words(), context.desk.opened(tenant, made.run_steps) as job:
 
         def told(progress: Progress) -> None:
             job.step = progress.step
@@ -98,9 +96,26 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
     return Response(await context.workers.run(tenant, answer), media_type="application/json")
 
 
+@contextmanager
+def _in_their_words() -> Iterator[None]:
+    """Have errors say A1111's name of the field: in its form there is a sentence alone."""
+    try:
+        yield
+    except ValidationError as error:
+        found = [{**each, "loc": _their_names(each["loc"])} for each in error.errors(include_url=False)]
+        raise RequestValidationError(found) from error
+    except RequestError as error:
+        name = ".".join(map(str, _their_names(tuple((error.param or "").split(".")))))
+        if name in error.message:
+            raise
+        raise type(error)(f"{name}: {error.message}", param=error.param) from error
+
+
 def _their_names(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
     if not place:
         return place
+    if place[0] == "loras":
+        return ("prompt",)  # which has their tags
     members = _OF_UNITS if place[0] == "controlnets" else {}
     return (_NAMES.get(str(place[0]), place[0]), *(members.get(str(each), each) for each in place[1:]))
 
@@ -150,7 +165,8 @@ async def set_options(given: dict[str, Any], context: ContextDep, who: Who) -> N
     check_unchanged(changed, current)
     model = checkpoint_in(given.get(CHECKPOINT))
     if model is not None and model != current[CHECKPOINT]:
-        chosen_model(model, await context.image_service.catalog(anew=True))
+        with _in_their_words():
+            chosen_model(model, await context.image_service.catalog(anew=True))
         await context.desk.choose(who.tenant, model)
 
 
@@ -225,7 +241,8 @@ async def png_info(given: PngInfo, context: ContextDep, who: Who) -> dict[str, A
         text = read_parameters(raw) or ""
         return text, settings_of(text) if text else {}
 
-    text, found = await context.decoder.run(who.tenant, read)
+    with _in_their_words():
+        text, found = await context.decoder.run(who.tenant, read)
     return {"info": text, "items": {"parameters": text} if text else {}, "parameters": found}
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, model_validator
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from plait_serving.http.edge.auth import Principal
-from plait_serving.http.edge.errors import ApiError, BodyRefused
+from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected
 from plait_serving.http.edge.turn_threads import READING
 
 MAX_DEADLINE_MS = 24 * 3_600_000
@@ -106,7 +107,12 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_strictly(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            try:
+                return await handle(_JsonRequest(request.scope, request.receive))
+            except (ClientDisconnect, HTTPException) as error:
+                if isinstance(error.__cause__ or error, ClientDisconnect):
+                    raise ClientDisconnected from error  # in the middle of the body
+                raise
 
         return handle_strictly
 

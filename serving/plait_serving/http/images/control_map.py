@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, Field
@@ -33,7 +33,7 @@ class ControlMapBody(StrictBody):
     name: Name
     image: str = Field(min_length=1, repr=False, description="base64 or a data URL of a PNG, JPEG or WebP")
     preprocess: Annotated[bool | str, BeforeValidator(bool_or_name)] = True
-    size: OutputSize | None = Field(None, description="of the output; unset: the model's own")
+    size: OutputSize | None = Field(None, description="of the output; unset: the first model's that takes it")
 
 
 class ControlMapResponse(BaseModel):
@@ -50,9 +50,11 @@ async def control_map(body: ControlMapBody, request: Request, context: ContextDe
     catalog = await context.image_service.catalog(anew=True)
     tenant = principal(request).tenant
     control = ControlNetBody(name=body.name, image=body.image, preprocess=body.preprocess)
+    wanted: dict[str, Any] = {"size": body.size, "num_inference_steps": 1, "controlnets": [control]}
+    takes = (card.name for card in catalog.models if card.controlnets is None or body.name in card.controlnets)
     work = partial(
         resolve,
-        GenerationBody(prompt="-", size=body.size, controlnets=[control]),
+        GenerationBody(prompt="-", model=next(takes, None), **wanted),
         catalog,
         request_id="",
         random_seed=0,

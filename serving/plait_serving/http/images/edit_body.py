@@ -59,7 +59,8 @@ async def read_edit(request: Request) -> EditBody:
     try:
         return EditBody.model_validate(fields)
     except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from error
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise RequestValidationError(found) from error
 
 
 def _charset(content_type: str) -> bytes:

@@ -39,7 +39,6 @@ _HEADERS: Mapping[str, str] = MappingProxyType(
         "permissions-policy": "camera=(), microphone=(), geolocation=()",
     }
 )
-_READING = ["GET", "HEAD"]
 
 
 @cache
@@ -47,19 +46,19 @@ def _files() -> Mapping[str, WebFile]:
     return read_files()
 
 
-@router.api_route("/", methods=_READING)
+@router.get("/")
 async def page(request: Request) -> Response:
     """Return the page."""
     return _sent(request, _files()["index.html"], PAGE_POLICY)
 
 
-@router.api_route("/docs", methods=_READING)
+@router.get("/docs")
 async def docs(request: Request) -> Response:
     """Return the interactive documentation of all routes."""
     return _sent(request, _files()["docs.html"], DOCS_POLICY)
 
 
-@router.api_route(FILES_OF_THE_PAGE + "{name:path}", methods=_READING)
+@router.get(FILES_OF_THE_PAGE + "{name:path}")
 async def file(request: Request, name: str) -> Response:
     """Return a style, a module or an icon of the page."""
     found = _files().get(name)

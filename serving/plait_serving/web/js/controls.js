@@ -53,6 +53,7 @@ export class Controls {
 
   /** Take an image for the first ControlNet there is. */
   async use(blob) {
+    if (!this.known.length) throw new Error("this model takes no ControlNet");
     const card = this.cards[0] ?? this.add(this.known[0]);
     await card.take(blob, card.known.preprocessor !== null);
   }

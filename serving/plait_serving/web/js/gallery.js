@@ -104,7 +104,7 @@ export class Gallery {
   }
 
   async remove(image) {
-    await store.forget(image.id);
+    if (image.id !== undefined) await store.forget(image.id);
     image.element.remove();
     this.images = this.images.filter((each) => each !== image);
     if (this.images.length) this.choose(this.images[0]);

@@ -41,10 +41,11 @@ async function inflated(data) {
 }
 
 /**
- * Return the fields of a request, as far as the model knows them. `lost` lists the rest: what the text cannot hold, as
- * control images, and what A1111 was asked for that is not done here.
+ * Return the fields of a request, as far as the model knows them: the one that the text names, if it is among `models`,
+ * or else `chosen`. `lost` lists the rest: what the text cannot hold, as control images, and what A1111 was asked for
+ * that is not done here.
  */
-export function fieldsOf(text, model) {
+export function fieldsOf(text, models, chosen) {
   const lines = text.split("\n");
   const last = /^Steps: \d+/.test(lines.at(-1)) ? lines.pop() : "";
   const negativeAt = lines.findIndex((line) => line.startsWith("Negative prompt: "));
@@ -58,6 +59,7 @@ export function fieldsOf(text, model) {
     return "";
   });
   const pairs = pairsOf(last);
+  const model = models.find(({ id }) => id === pairs.get("Model")) ?? chosen;
   const fields = { prompt, negative_prompt: negative, loras, ...numbersOf(pairs, model, lost) };
   return { fields, lost: [...lost, ...[...pairs].map(([key, value]) => `${key} (${value.slice(0, 40)})`)] };
 }

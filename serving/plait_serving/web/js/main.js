@@ -36,9 +36,13 @@ async function bootImages(models, words, tabs) {
   const form = new Form(() => generate(form, gallery));
   form.know({ models, words, loras: loras?.data ?? [], controlnets: controlnets?.data ?? [] });
   const use = (work, text) => async (image) => {
-    await work(image);
-    say(text);
-    byId("prompt").focus();
+    try {
+      await work(image);
+      say(text);
+      byId("prompt").focus();
+    } catch (error) {
+      say(error.message, "error");
+    }
   };
   const gallery = new Gallery({
     restore: use((image) => form.write(image.body), "the form has the settings of this image"),
@@ -73,7 +77,7 @@ async function restore(file, form, tabs) {
   try {
     const text = await parametersOf(file);
     if (text === null) throw new Error("this PNG carries no settings");
-    const { fields, lost } = fieldsOf(text, form.model);
+    const { fields, lost } = fieldsOf(text, form.models, form.model);
     const unknown = await form.write(fields);
     tabs.start("images");
     const missing = [...lost, ...unknown];

@@ -47,9 +47,14 @@ export class Rank {
   async names(model) {
     if (this.items.has(model.id)) return this.items.get(model.id);
     const user = this.user(); // any user will do: the answer names all items
-    const { items } = await postJson("v1/recommend", { model: model.id, user, candidates: "all" });
-    this.items.set(model.id, items);
-    return items;
+    try {
+      const { items } = await postJson("v1/recommend", { model: model.id, user, candidates: "all" });
+      this.items.set(model.id, items);
+      return items;
+    } catch (error) {
+      say(error.message, "error");
+      return []; // asked for again the next time that somebody looks
+    }
   }
 
   input(name, kind, words) {

@@ -1,7 +1,7 @@
 // A request as a command or a program that makes the same image again. A key is never part of it.
 import { BASE, hasKey } from "./api.js";
 
-const OPENAI = ["prompt", "model", "n", "size", "output_format"];
+const OPENAI = ["prompt", "model", "n", "size", "output_format", "response_format"];
 
 function quoted(text) {
   return `'${text.replaceAll("'", "'\\''")}'`;
@@ -15,7 +15,7 @@ function apart(body) {
     files.push({ file, base64: control.image });
     return { ...control, image: file };
   });
-  const rest = { ...body };
+  const rest = { ...body, response_format: "b64_json" }; // whatever the server's own is
   delete rest.stream;
   delete rest.partial_images;
   for (const name of ["image", "mask"]) {
@@ -38,7 +38,8 @@ export function asCurl(path, body) {
   const url = new URL(path, BASE);
   return [
     ...heading(files),
-    `curl -s ${quoted(String(url))}${key} -H 'content-type: application/json' -d ${json} > answer.json`,
+    `printf %s ${json} |`, // which is part of the shell: a program's argument is too short for an image
+    `curl -s ${quoted(String(url))}${key} -H 'content-type: application/json' -d @- > answer.json`,
   ].join("\n");
 }
 

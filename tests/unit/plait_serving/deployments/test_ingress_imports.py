@@ -15,7 +15,7 @@ from plait.config import ServerSection
 from plait_serving.deployments.ingress import Ingress
 app = Ingress(Mock(), lambda: plait.http_settings.http_settings(ServerSection())).__serve_build_asgi_app__()
 """
-RANKING = "import plait_serving.deployments.ranking.worker"
+RANKING = "import plait_disagg.package.read, plait_serving.deployments.ranking.worker"
 GENERATE = """
 from plait.offline.images import parse_order
 from plait_serving.starter.preprocess import PREPROCESSORS

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import httpx2
 import pytest
 from ray.exceptions import GetTimeoutError
 
@@ -144,18 +145,5 @@ async def test_an_ingress_learns_of_tenants_by_itself(monkeypatch: pytest.Monkey
 
 async def scraped(app: Any, path: str = "/metrics") -> str:
     """What GET of the path answers."""
-    body = bytearray()
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
-        "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
-        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
-    }  # fmt: skip
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        body.extend(message.get("body", b""))
-
-    await app(scope, receive, send)
-    return body.decode()
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://localhost") as client:
+        return (await client.get(path)).text

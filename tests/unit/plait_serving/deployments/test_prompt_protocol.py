@@ -20,6 +20,7 @@ from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.deployments.proxy import AnsweringMiddleware
 from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
 from plait_serving.http.edge.repeating import RepeatMiddleware
+from support.waiting import settled
 
 IN_EVERY_PROXY = [AnsweringMiddleware, GatheringMiddleware, RepeatMiddleware]
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n"
@@ -69,12 +70,6 @@ class HeldLoop:
         for timer in due:
             timer.call()
         await settled()
-
-
-async def settled() -> None:
-    """Tasks have done what they can."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 class Wire(asyncio.Transport):

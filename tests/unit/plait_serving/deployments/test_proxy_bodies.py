@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse
 
 from plait_serving.deployments import proxy_bodies
 from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
+from support.waiting import settled
 
 PIECE = 64 << 10
 AHEAD = 1 << 20
@@ -57,12 +58,6 @@ class Behind:
 
 async def nothing(message: dict) -> None:
     """Sent to nobody."""
-
-
-async def settled() -> None:
-    """Tasks have done what they can."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture

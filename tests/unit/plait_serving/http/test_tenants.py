@@ -21,7 +21,7 @@ from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
 from plait_serving.http.operations import own_metrics
 from plait_serving.replica_metrics import ReplicaMetrics
 from support.http_app import AsgiCall, make_app, make_client
-from support.http_rank import INFER, arrays
+from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
 from support.prometheus import total
 from support.waiting import until
@@ -109,15 +109,8 @@ def test_too_many_requests_a_second_are_refused_before_their_bodies():
 def test_rankings_are_counted_by_tenant():
     """`/v1/usage` shows a tenant its own sums, and an admin everybody's."""
     client = make_ranking_client(settings=HttpSettings(api_keys=KEYS))
-    body = {
-        "inputs": [
-            {"name": name, "shape": list(value.shape), "datatype": _DATATYPES[str(value.dtype)],
-             "data": value.reshape(-1).tolist()}
-            for name, value in arrays(3).items()
-        ]
-    }  # fmt: skip
     for name in ("acme", "acme", "blue"):
-        assert client.post(INFER, json=body, headers=as_tenant(name)).status_code == 200
+        assert client.post(INFER, json=as_json(arrays(3)), headers=as_tenant(name)).status_code == 200
     mine = client.get("/v1/usage", headers=as_tenant("acme")).json()
     assert mine == {
         "object": "list",
@@ -128,9 +121,6 @@ def test_rankings_are_counted_by_tenant():
     assert "tenant" not in client.get("/metrics", headers=as_tenant("acme")).text
     text = client.get("/metrics", headers=as_tenant("root")).text
     assert total(text, "plait_tenant_rankings_total", tenant="blue") == 1
-
-
-_DATATYPES = {"int64": "INT64", "float32": "FP32"}
 
 
 async def test_the_account_outlives_the_engine_and_the_ingress_that_asked_it():

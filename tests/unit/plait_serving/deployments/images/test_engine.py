@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.images import FAKE_CATALOG
+from fakes.images import FAKE_CATALOG, FAKE_REQUEST
 from fakes.serve import FakeHosted
 from plait_kernels.heartbeat import Stuck
 from plait_serving.deployments.images.catalog_pieces import unpacked
@@ -21,20 +21,8 @@ from plait_serving.diffusion.errors import (
     NotFound,
 )
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
+from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
 from support.prometheus import total
-
-REQUEST = ImageRequest(
-    request_id="r",
-    prompt="x",
-    width=16,
-    height=16,
-    steps=4,
-    guidance_scale=7.5,
-    seed=1,
-    scheduler=Scheduler.EULER,
-    partial_images=1,
-)
 
 
 class Source:
@@ -63,7 +51,7 @@ async def test_serve_replica_streams_reconfigures_and_drains():
     """The deployment passes events on, validates knobs, and refuses requests once it drains."""
     hosted = FakeHosted(step_s=0.0)
     replica = EngineReplica(Source(hosted), {"edges": object()})
-    events = [event async for event in replica.generate(REQUEST)]
+    events = [event async for event in replica.generate(FAKE_REQUEST)]
     assert events[0] == Accepted()
     assert isinstance(events[-1], Finished)
     head, *pieces = [piece async for piece in replica.catalog("")]
@@ -81,7 +69,7 @@ async def test_serve_replica_streams_reconfigures_and_drains():
     assert (await replica.health()).ready
     await replica.drain(1.0)
     assert not (await replica.health()).ready
-    (event,) = [event async for event in replica.generate(REQUEST)]
+    (event,) = [event async for event in replica.generate(FAKE_REQUEST)]
     assert isinstance(event.error, EngineStopped)
     replica.check_health()
 
@@ -89,7 +77,7 @@ async def test_serve_replica_streams_reconfigures_and_drains():
 async def test_serve_replica_thins_progress_and_nothing_else():
     """However fast the steps, only some progress events cross the handle; previews and the end always do."""
     replica = EngineReplica(Source(FakeHosted(step_s=0.0)), {})
-    many = replace(REQUEST, steps=50, partial_images=3, wants_progress=True)
+    many = replace(FAKE_REQUEST, steps=50, partial_images=3, wants_progress=True)
     kinds = [type(event) for event in [event async for event in replica.generate(many)]]
     assert 1 <= kinds.count(Progress) < 50
     assert kinds.count(Preview) == 3
@@ -100,7 +88,7 @@ async def test_serve_replica_thins_progress_and_nothing_else():
 async def test_serve_replica_reports_a_first_step_to_who_reads_no_progress():
     """Each event costs both replicas time; that the request survived a step is news all the same."""
     replica = EngineReplica(Source(FakeHosted(step_s=0.15)), {})
-    events = [event async for event in replica.generate(REQUEST)]
+    events = [event async for event in replica.generate(FAKE_REQUEST)]
     kinds = [type(event) for event in events if event != Accepted()]
     assert kinds.count(Progress) == 1
     assert kinds.count(Preview) == 1
@@ -134,7 +122,7 @@ async def test_serve_replica_cancels_the_request_of_a_closed_stream():
     """Closing the stream on the replica closes the engine's generator."""
     hosted = FakeHosted(step_s=0.01)
     replica = EngineReplica(Source(hosted), {})
-    events = replica.generate(REQUEST)
+    events = replica.generate(FAKE_REQUEST)
     assert await anext(events) == Accepted()
     await anext(events)
     await events.aclose()

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from fakes.images import FAKE_CATALOG, fake_result
+from fakes.images import FAKE_CATALOG, FAKE_REQUEST, fake_result
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
 from plait_serving.deployments.images.catalog_pieces import CatalogPacker
@@ -26,24 +26,12 @@ from plait_serving.diffusion.errors import (
     NumericalError,
     Overloaded,
 )
-from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
+from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog, LoraCard
 from plait_serving.replica_metrics import ReplicaMetrics, family
 from support.prometheus import total
 from support.waiting import until
-
-REQUEST = ImageRequest(
-    request_id="r",
-    prompt="x",
-    width=16,
-    height=16,
-    steps=4,
-    guidance_scale=7.5,
-    seed=1,
-    scheduler=Scheduler.EULER,
-    partial_images=1,
-)
 
 
 class Response:
@@ -237,10 +225,10 @@ async def test_a_replica_that_dies_with_a_question_costs_nothing(method, quick):
 
 
 def preview(index):
-    return Preview(index=index, step=index, image=fake_result(REQUEST).images[0])
+    return Preview(index=index, step=index, image=fake_result(FAKE_REQUEST).images[0])
 
 
-FINISHED = Finished(result=fake_result(REQUEST))
+FINISHED = Finished(result=fake_result(FAKE_REQUEST))
 
 
 async def collect(events):
@@ -248,7 +236,7 @@ async def collect(events):
 
 
 async def events_of(handle):
-    return await collect(HandleImageService(handle).generate(REQUEST))
+    return await collect(HandleImageService(handle).generate(FAKE_REQUEST))
 
 
 async def test_serve_handle_passes_events_on_in_order():
@@ -261,7 +249,7 @@ async def test_serve_handle_passes_events_on_in_order():
 async def test_serve_handle_closing_early_cancels_the_call():
     """Whoever stops reading stops the work."""
     handle = Handle([Progress(step=1, steps=4), "wait"])
-    events = HandleImageService(handle).generate(REQUEST)
+    events = HandleImageService(handle).generate(FAKE_REQUEST)
     await anext(events)
     await events.aclose()
     assert handle.responses[0].cancelled
@@ -300,12 +288,12 @@ async def test_serve_handle_refuses_a_request_that_killed_two_replicas():
     """The same request again, with another id and seed, reaches no third one; others do (finding 10)."""
     handle = Handle([ActorDiedError()], [ActorDiedError()], [FINISHED], [FINISHED])
     service = HandleImageService(handle)
-    again = replace(REQUEST, request_id="again", seed=99)
-    for request, kind in ((REQUEST, EngineStopped), (again, KillsReplicas), (again, KillsReplicas)):
+    again = replace(FAKE_REQUEST, request_id="again", seed=99)
+    for request, kind in ((FAKE_REQUEST, EngineStopped), (again, KillsReplicas), (again, KillsReplicas)):
         (event,) = [event async for event in service.generate(request)]
         assert isinstance(event.error, kind)
     assert len(handle.responses) == 2
-    for other in (replace(REQUEST, prompt="y"), replace(REQUEST, width=32)):
+    for other in (replace(FAKE_REQUEST, prompt="y"), replace(FAKE_REQUEST, width=32)):
         assert isinstance([event async for event in service.generate(other)][-1], Finished)
 
 
@@ -314,14 +302,14 @@ async def test_serve_handle_one_death_is_nobodys_fault():
     handle = Handle([ActorDiedError()], [FINISHED], [FINISHED])
     service = HandleImageService(handle)
     for _ in range(2):
-        assert isinstance([event async for event in service.generate(REQUEST)][-1], Finished)
+        assert isinstance([event async for event in service.generate(FAKE_REQUEST)][-1], Finished)
 
 
 async def test_serve_handle_suspects_come_one_after_the_other():
     """Two requests that died together are tried again apart, so that the harmless one survives."""
     handle = Handle([ActorDiedError()], [ActorDiedError()], [Accepted(), "wait"], [Accepted(), FINISHED])
     service = HandleImageService(handle)
-    suspect, harmless = replace(REQUEST, request_id="a"), replace(REQUEST, request_id="b", prompt="y")
+    suspect, harmless = replace(FAKE_REQUEST, request_id="a"), replace(FAKE_REQUEST, request_id="b", prompt="y")
     tasks = [asyncio.ensure_future(collect(service.generate(request))) for request in (suspect, harmless)]
     await until(lambda: len(handle.responses) == 3)
     await asyncio.sleep(0.05)
@@ -342,7 +330,7 @@ def lasting(now, seconds):
 
 
 def several(count):
-    return [replace(REQUEST, request_id=str(i), prompt=str(i)) for i in range(count)]
+    return [replace(FAKE_REQUEST, request_id=str(i), prompt=str(i)) for i in range(count)]
 
 
 async def ends_of(service, requests):
@@ -430,9 +418,9 @@ async def test_serve_handle_who_dies_late_and_of_nobody_else_is_the_cause():
     """Its first step was survived, and what came after it was not, twice."""
     scripted = Handle([Accepted(), STEP, ActorDiedError()], [Accepted(), STEP, ActorDiedError()])
     service = HandleImageService(scripted)
-    (end,) = await ends_of(service, [REQUEST])
+    (end,) = await ends_of(service, [FAKE_REQUEST])
     assert isinstance(end.error, EngineStopped)
-    (end,) = await ends_of(service, [REQUEST])
+    (end,) = await ends_of(service, [FAKE_REQUEST])
     assert isinstance(end.error, KillsReplicas)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from plait_disagg.workers.ranker import CoreRanker
-from plait_serving.deployments.ranking.worker import remote_ranker
+from plait_serving.deployments.ranking.worker import ServeRanker
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 
@@ -41,7 +41,7 @@ async def test_one_ready_worker_is_enough(monkeypatch, answers, reason):
         return None
 
     monkeypatch.setattr(CoreRanker, "ready", connected)
-    ranker = remote_ranker("picks", Handle(*answers))
+    ranker = ServeRanker("picks", Handle(*answers))
     try:
         health = await LocalRankingService({"picks": ServedRanker(ranker=ranker)}).health()
         assert (health.ready, health.reason) == (reason is None, reason)

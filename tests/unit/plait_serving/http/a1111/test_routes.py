@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
+from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.request_terms import RequestTerms, SamplerChoice
 from plait_serving.diffusion.values import Scheduler, Sigmas
 from plait_serving.http.context import HttpSettings
@@ -49,6 +50,13 @@ def client(service):
 
 def basic(password, name="me"):
     return {"authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
+
+
+def saved(image):
+    """An image as a file."""
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
 
 
 def told(answer):
@@ -149,7 +157,8 @@ def test_other_options_stay_as_they_are(client):
         answer = client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "override_settings": {"grid_save": True}})
         assert answer.json()["detail"].startswith("override_settings.grid_save: ")
     for model, status in (("emo", 404), (5, 400), ("emoji+noto:1." + "0" * 2**20, 400)):
-        assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": model}).status_code == status
+        answer = client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": model})
+        assert (answer.status_code, "sd_model_checkpoint" in answer.json()["detail"]) == (status, True)
     assert client.get(f"{SDAPI}/options").json() == options
 
 
@@ -174,11 +183,12 @@ def of_unit(**unit):
         ({"steps": 51}, 400, "50 steps"),
         ({"cfg_scale": 101}, 400, "cfg_scale"),
         ({"batch_size": 4, "n_iter": 3}, 400, "batch_size"),
-        ({"width": 17}, 400, "multiples of 8"),
+        ({"width": 17}, 400, "width: both edges must be multiples of 8"),
+        ({"negative_prompt": "(a:1000)"}, 400, "negative_prompt: "),
         ({"seed": -2}, 400, "seed"),
-        ({"prompt": "<lora:unknown:1>"}, 404, "unknown"),
+        ({"prompt": "<lora:unknown:1>"}, 404, "prompt: there is no LoRA 'unknown'"),
         ({"prompt": "[a:b:0.5]"}, 400, "[a:b:0.5]"),
-        ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, 404, "sdxl"),
+        ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, 404, "sd_model_checkpoint: there is no model 'sdxl'"),
         ({"steps": "many"}, 400, "steps"),
         ({"override_settings": {"sd_model_checkpoint": 5}}, 400, "sd_model_checkpoint"),
         ({"override_settings": {"sd_model_checkpoint": "emoji" + "+" * 2**20}}, 400, "at most 1024"),
@@ -187,6 +197,9 @@ def of_unit(**unit):
         (of_unit(weight="much"), 400, "alwayson_scripts.controlnet.0.weight: "),
         (of_unit(guidance_end=2), 400, "alwayson_scripts.controlnet.0.guidance_end: "),
         (of_unit(model=None), 400, "alwayson_scripts.controlnet.0.model: "),
+        (of_unit(model="depth"), 404, "alwayson_scripts.controlnet.0.model: "),
+        (of_unit(image="!"), 400, "alwayson_scripts.controlnet.0.image: "),
+        (of_unit(guidance_start=0.5, guidance_end=0.5), 400, "alwayson_scripts.controlnet.0.guidance_end: "),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, status, named):
@@ -196,6 +209,13 @@ def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, stat
     assert named in answer.json()["detail"]
     assert isinstance(answer.json()["error"], str)
     assert service.submitted == []
+
+
+def test_what_the_engine_refuses_is_named_in_its_words():
+    """A text's tokens are counted there."""
+    service = FakeImageService(failures={"x": RequestError("76 tokens are too many", param="negative_prompt")})
+    answer = make_client(service, ON).post(f"{SDAPI}/txt2img", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["detail"]) == (400, "negative_prompt: 76 tokens are too many")
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "[" * 400 + "]" * 400, "NaN"], ids=["surrogate", "deep", "nan"])
@@ -248,10 +268,7 @@ def test_an_image_is_started_from(client, service):
     """White in a mask is made anew, its edge is soft, and it may be turned round; the answer holds neither again."""
     mask = Image.new("L", (16, 16))
     mask.paste(255, (0, 0, 8, 16))
-    out = io.BytesIO()
-    mask.save(out, "PNG")
-    body = {"init_images": ["data:image/png;base64," + b64(png())], "mask": b64(out.getvalue()), "mask_blur": 0,
-            "prompt": "x", "width": 16, "height": 16, "denoising_strength": 0.5}  # fmt: skip
+    body = masked(mask, init_images=["data:image/png;base64," + b64(png())], width=16, denoising_strength=0.5)
     answer = client.post(f"{SDAPI}/img2img", json=body)
     assert told(answer)["denoising_strength"] == 0.5
     assert not {"init_images", "mask"} & answer.json()["parameters"].keys()
@@ -269,15 +286,29 @@ def test_an_image_is_started_from(client, service):
     assert "(and 999 more)" not in answer.json()["detail"]  # each is an error that takes its time
 
 
+def masked(mask, **more):
+    """A request for an edit within a mask."""
+    return {"init_images": [b64(png())], "mask": b64(saved(mask)), "mask_blur": 0, "prompt": "x", **more}
+
+
 def test_a_mask_with_transparent_pixels_is_read_as_a1111_does(client, service):
     """What is painted is made anew, whatever its colour: not what is transparent, which is OpenAI's rule."""
     mask = Image.new("RGBA", (16, 16))
     mask.paste((0, 0, 0, 255), (0, 0, 8, 16))
-    out = io.BytesIO()
-    mask.save(out, "PNG")
-    body = {"init_images": [b64(png())], "mask": b64(out.getvalue()), "mask_blur": 0, "prompt": "x"}
-    assert client.post(f"{SDAPI}/img2img", json=body).is_success
+    assert client.post(f"{SDAPI}/img2img", json=masked(mask)).is_success
     assert np.array_equal(service.submitted[-1].edit.mask, np.asarray(mask)[..., 3])
+
+
+def test_a_mask_of_another_size_is_stretched(client, service):
+    """As A1111 does, once it is blurred; one of which that leaves nothing is refused by the blur's name."""
+    mask = Image.new("L", (64, 32))
+    mask.paste(255, (0, 0, 32, 32))
+    assert client.post(f"{SDAPI}/img2img", json=masked(mask)).is_success
+    assert np.array_equal(service.submitted[-1].edit.mask > 127, np.repeat([[True] * 8 + [False] * 8], 16, axis=0))
+    line = Image.new("L", (64, 64))
+    line.paste(255, (31, 0, 33, 64))
+    answer = client.post(f"{SDAPI}/img2img", json=masked(line, mask_blur=8))
+    assert (answer.status_code, answer.json()["detail"].startswith("mask_blur: ")) == (400, True)
 
 
 def test_controlnets_come_as_an_always_on_script(client, service):

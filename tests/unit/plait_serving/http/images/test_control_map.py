@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from fakes.images import FakeImageService
+from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.tenants import TenantLimits
@@ -49,10 +51,22 @@ def test_a_mistake_is_named_by_its_field(body, status, param):
 
 
 def test_a_tenant_has_its_bounds_here_too():
-    """A map is made at the output's size."""
+    """A map is made at the output's size, and without a step."""
     key = ApiKey.from_secret("sk", tenant="acme")
-    settings = HttpSettings(api_keys=(key,), tenants={"acme": TenantLimits(max_pixels=300)})
-    client = make_client(FakeImageService(), settings)
+    limits = TenantLimits(max_pixels=300, max_steps=1)
+    client = make_client(FakeImageService(), HttpSettings(api_keys=(key,), tenants={"acme": limits}))
     headers = {"authorization": "Bearer sk"}
     answer = client.post(URL, json={"name": "edges", "image": IMAGE, "size": "32x32"}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "size")
+    assert client.post(URL, json={"name": "edges", "image": IMAGE}, headers=headers).status_code == 200
+
+
+def test_a_controlnet_of_another_model_than_the_first_has_a_map():
+    """Of that model's size, within its bounds."""
+    first = replace(FAKE_CATALOG.model, controlnets=("plain",))
+    limits = replace(first.limits, max_pixels=2 * first.limits.max_pixels)
+    large = replace(first, name="large", controlnets=("edges",), default_width=64, limits=limits)
+    client = make_client(FakeImageService(catalog=replace(FAKE_CATALOG, models=(first, large))))
+    for more, size in (({}, "64x16"), ({"size": "128x64"}, "128x64")):
+        answer = client.post(URL, json={"name": "edges", "image": IMAGE, **more})
+        assert (answer.status_code, answer.json().get("size")) == (200, size), answer.text

@@ -174,7 +174,7 @@ def test_the_openai_client_works_unchanged(service):
     assert np.array_equal(service.submitted[-1].edit.mask, LEFT)
     events = list(client.images.edit(image=png(), prompt="red apple", stream=True, partial_images=1))
     assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.BadRequestError, match="one image is edited at a time") as caught:
         client.images.edit(image=[png(), png()], prompt="two")
     assert caught.value.param == "image"
 
@@ -227,6 +227,7 @@ def bmp():
         ({"strength": 0.2}, "strength", "0.2 of 4 steps is not a whole step"),
         ({"image": None}, "image", "a file, or in JSON its base64"),
         ({"image": ""}, "image", "a file"),
+        ({"image": [b64(png())] * 2}, "image", "one image is edited at a time"),
         ({"mask": 1}, "mask", "a file"),
         ({"image": b64(bmp())}, "image", "not a readable PNG, JPEG or WebP"),
         ({"image": "https://example.com/cat.png"}, "image", "never opened"),
@@ -237,7 +238,7 @@ def bmp():
         ({"mask": b64(half_clear(24, 16))}, "mask", "the mask is 24x16, the image 16x16"),
         ({"mask": b64(png(colour=(0, 0, 0)))}, "mask", "nothing is to be made anew"),
         ({"mask_image": "x"}, "mask_image", "did you mean mask?"),
-        ({"markup": "x"}, "markup", "unknown field"),
+        ({"body": "x"}, "body", "body: unknown field"),
         ({"lora_policy": "bounded_async", "lora_free_steps": 3, "loras": [{"name": "noto"}]}, "lora_free_steps",
          "with 3 steps"),
     ],

@@ -98,16 +98,6 @@ def test_tools_with_their_default_names(tmp_path, sent, member):
     assert (request.model, request.width, request.height) == ("emoji", 1024, 1024)
 
 
-def test_edits_of_several_images_are_refused_as_such(client, service):
-    """One in a list is one; a list in JSON is told the same."""
-    client.images.edit(image=[("a.png", png())], prompt="x")
-    with pytest.raises(openai.BadRequestError, match="one image is edited at a time"):
-        client.images.edit(image=[("a.png", png()), ("b.png", png())], prompt="x")
-    with pytest.raises(openai.BadRequestError, match="one image is edited at a time"):
-        client.post("/images/edits", cast_to=object, body={"image": [b64(png())] * 2, "prompt": "x"})
-    assert len(service.submitted) == 1
-
-
 def test_streaming_gives_partial_images_and_then_the_picture(client, service):
     """The SDK's typed events arrive in order, with indices from 0 and the finished image last."""
     with client.images.generate(prompt="red apple", stream=True, partial_images=3, output_format="webp") as stream:

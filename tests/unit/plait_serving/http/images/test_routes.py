@@ -596,6 +596,17 @@ async def test_a_disconnect_cancels_within_one_step(stream, step):
     assert stream or call.status == 499
 
 
+@pytest.mark.parametrize("path", [URL, "/v1/images/edits"])
+async def test_a_client_that_goes_while_it_sends_hurts_nobody(path, caplog):
+    """Its body never ended: that is no failure, and no mistake of anybody's."""
+    call = AsgiCall(make_app(FakeImageService()), b"", path=path)
+    call.requests[:] = [{"type": "http.request", "body": b"{", "more_body": True}]
+    call.disconnect()
+    await call.done()
+    assert call.status == 499
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_server_that_cancels_the_request_cancels_the_work():
     """Ray Serve tells a disconnect by cancelling the task; that ends the work as well."""
     service = FakeImageService(step_s=60.0)
@@ -641,6 +652,7 @@ def test_a_service_that_ends_without_a_result_is_a_503():
         ({"loras": [{"name": "notto"}]}, "there is no LoRA 'notto'; did you mean noto?"),
         ({"loras": [{"name": "noto", "scal": 1}]}, "loras.0.scal: unknown field; did you mean scale?"),
         ({"controlnets": [{**CONTROL, "strat": 0.5}]}, "controlnets.0.strat: unknown field; did you mean start?"),
+        ({"body": {}}, "body: unknown field"),
         ({"controlnets": [{**CONTROL, "name": "egdes"}]}, "there is no ControlNet 'egdes'; did you mean edges?"),
         ({"sigmas": "karas"}, "did you mean karras?"),
         ({"prompt": "<lora:notto>", "prompt_syntax": "a1111"}, "there is no LoRA 'notto'; did you mean noto?"),
