@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import check_controlnet, load_bundle, load_controlnet
-from plait_serving.diffusion.families.unet.config import kind_of_config
+from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.config import check_controlnet, kind_of_config
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
 from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
