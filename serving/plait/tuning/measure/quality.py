@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -72,16 +73,19 @@ def _asked(scenario: Scenario) -> Answers:
     mix = make_plan(scenario).mix
     found: dict[str, npt.NDArray[np.float32]] = {}
     for index in range(_PROBES):
-        head, body = _ask(scenario, mix.build(index))
-        parts = _images(body) if scenario.target.api == "images" else _scores(head, body)
+        request = mix.build(index)
+        head, body = _ask(scenario, request.path, request)
+        parts = _images(scenario, body) if scenario.target.api == "images" else _scores(head, body)
         found |= {f"{scenario.name}-{index}-{name}": values for name, values in parts.items()}
     return found
 
 
-def _ask(scenario: Scenario, request: PreparedRequest) -> tuple[Mapping[str, str], bytes]:
-    headers = {**scenario.target.headers, **dict(request.headers)}
-    url = f"{scenario.target.url}{request.path}"
-    asked = urllib.request.Request(url, data=request.body, headers=headers, method=request.method)  # noqa: S310 - ours
+def _ask(scenario: Scenario, path: str, request: PreparedRequest | None = None) -> tuple[Mapping[str, str], bytes]:
+    asked = urllib.request.Request(f"{scenario.target.url}{path}", headers=dict(scenario.target.headers))  # noqa: S310 - ours
+    if request is not None:
+        asked.data, asked.method = request.body, request.method
+        for name, value in dict(request.headers).items():
+            asked.add_header(name, value)
     try:
         with DIRECTLY.open(asked, timeout=_TIMEOUT_S) as answer:
             return {name.lower(): value for name, value in answer.headers.items()}, answer.read()
@@ -93,11 +97,15 @@ def _ask(scenario: Scenario, request: PreparedRequest) -> tuple[Mapping[str, str
         raise NoAnswer(f"a probe was not answered: {error}") from error
 
 
-def _images(body: bytes) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the channels of each image, 0 to 1: (height, width, 3)."""
+def _images(scenario: Scenario, body: bytes) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the channels of each image, 0 to 1: (height, width, 3). Where an answer has an address, which may be the
+    one that clients elsewhere see, the image is fetched from the service that is measured."""
     from PIL import Image
 
-    images = [base64.b64decode(entry["b64_json"]) for entry in json.loads(body)["data"]]
+    images = [
+        base64.b64decode(entry["b64_json"]) if "b64_json" in entry else _ask(scenario, urlsplit(entry["url"]).path)[1]
+        for entry in json.loads(body)["data"]
+    ]
     return {
         f"picture-{i}": np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.float32) / 255.0
         for i, data in enumerate(images)

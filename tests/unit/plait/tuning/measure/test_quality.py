@@ -24,17 +24,23 @@ Answer = Callable[[dict[str, Any]], tuple[dict[str, str], bytes]]
 
 
 class Server:
-    """Answers a POST with what ``answer`` makes of the JSON part of its body."""
+    """Answers a POST with what ``answer`` makes of the JSON part of its body, a GET with one of ``files``."""
 
     def __init__(self) -> None:
         self.answer: Answer = lambda _: ({}, b"{}")
+        self.files: dict[str, bytes] = {}
         self.status = 200
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["content-length"]))
-                headers, body = outer.answer(json.loads(raw))
+                self._reply(*outer.answer(json.loads(raw)))
+
+            def do_GET(self) -> None:
+                self._reply({}, outer.files[self.path])
+
+            def _reply(self, headers: dict[str, str], body: bytes) -> None:
                 self.send_response(outer.status)
                 for name, value in {**headers, "content-length": str(len(body))}.items():
                     self.send_header(name, value)
@@ -98,15 +104,20 @@ def test_scores_drift_by_their_largest_difference(
     assert quality_drift([ranking(server)], tmp_path, is_default=True) == pytest.approx(0.25, abs=1e-6)
 
 
-def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path):
-    """Of the image that drifts most; the requests of both are the same."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path, kept: bool):
+    """Of the image that drifts most; the requests of both are the same. Images that are kept are fetched from the
+    service, whatever host their address has."""
     shade, asked = 0, []
 
     def answer(body: dict[str, Any]) -> tuple[dict[str, str], bytes]:
         asked.append((body["prompt"], body["seed"]))
         file = io.BytesIO()
         Image.new("RGB", (8, 8), (shade if len(asked) % 4 == 2 else 0, 0, 0)).save(file, "PNG")
-        return {}, json.dumps({"data": [{"b64_json": base64.b64encode(file.getvalue()).decode()}]}).encode()
+        server.files[f"/v1/images/results/{len(asked)}.png"] = file.getvalue()
+        address = {"url": f"https://images.example/v1/images/results/{len(asked)}.png"}
+        image = address if kept else {"b64_json": base64.b64encode(file.getvalue()).decode()}
+        return {}, json.dumps({"data": [image]}).encode()
 
     server.answer = answer
     assert quality_drift([images(server)], tmp_path, is_default=True) == 0.0
