@@ -291,6 +291,21 @@ def test_shapes_are_sizes_of_the_model(window):
         assert page.run("return document.querySelectorAll('#shapes [aria-pressed=true]').length") == 1
 
 
+def test_an_image_that_is_given_decides_the_shape(window, tmp_path):
+    """It would be stretched; what somebody chooses then is what is made, and a square one leaves a square size."""
+    model = replace(FAKE_CATALOG.model, default_width=64, default_height=64)
+    model = replace(model, limits=replace(model.limits, max_pixels=64 * 72, max_edge_px=80))
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))) as desk:
+        page = desk.ready()
+        for number, (size, wanted) in enumerate([((40, 41), (64, 64)), ((30, 44), (56, 80)), ((100, 70), (80, 56))]):
+            Image.new("RGB", size).save(tmp_path / f"{number}.png")
+            page.type("#source input[type=file]", str(tmp_path / f"{number}.png"))
+            page.wait("return document.querySelector('.source img') !== null")
+            edit = desk.make("frog face", number + 1)
+            assert (edit.width, edit.height) == wanted
+            page.click("#source [title='Remove the image']")
+
+
 @pytest.mark.parametrize(
     ("sizes", "offered"),
     [

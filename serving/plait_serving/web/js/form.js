@@ -22,7 +22,7 @@ export class Form {
     this.fields = new Fields(byId("fields"), changed);
     this.loras = new Loras(byId("loras"), changed);
     this.controls = new Controls(byId("controlnets"), { sizeOf: () => this.size(), onchange: changed });
-    this.source = new Source(byId("source"), changed);
+    this.source = new Source(byId("source"), { onchange: changed, ongiven: (...size) => { this.fit(...size); changed(); } });
     this.models = [];
     this.element.addEventListener("submit", (event) => { event.preventDefault(); onsubmit(); });
     this.element.addEventListener("input", changed);
@@ -78,6 +78,14 @@ export class Form {
   setSize(size) {
     byId("size").value = size;
     this.markShape();
+  }
+
+  /** Of the sizes that are offered, choose the one of an image's shape; what is chosen stays if it is as near. */
+  fit(width, height) {
+    const away = (x, y) => Math.abs(Math.log((x * height) / (y * width)));
+    const nearest = [...byId("shapes").children].map(({ dataset }) => dataset.size)
+      .reduce((best, size) => (away(...size.split("x")) < away(...best.split("x")) ? size : best), this.size().join("x"));
+    this.setSize(nearest);
   }
 
   markShape() {

@@ -46,7 +46,7 @@ async function bootImages(models, words, tabs) {
   };
   const gallery = new Gallery({
     restore: use((image) => form.write(image.body), "the form has the settings of this image"),
-    edit: use((image) => form.source.take(image.blob), "the next images start from this one"),
+    edit: use((image) => form.source.give(image.blob), "the next images start from this one"),
     control: controlnets?.data.length ? use((image) => form.controls.use(image.blob), "a ControlNet has this image") : null,
   });
   accept(document.body, (file) => restore(file, form, tabs));

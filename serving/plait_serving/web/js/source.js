@@ -8,12 +8,13 @@ const WITHOUT_MASK = 0.8; // the server's own values
 const WITH_MASK = 1;
 
 export class Source {
-  constructor(box, onchange) {
-    this.onchange = onchange;
+  /** `ongiven(width, height)` is called for an image that somebody gives. */
+  constructor(box, { onchange, ongiven }) {
+    Object.assign(this, { onchange, ongiven });
     this.image = null;
     this.mask = null;
     this.bitmap = null;
-    this.zone = dropZone("Start from an image: drop, paste or choose", (blob) => this.take(blob));
+    this.zone = dropZone("Start from an image: drop, paste or choose", (blob) => this.give(blob));
     this.shown = h("figure", { class: "source" });
     this.strength = slider({ id: "strength", label: "Strength", min: 0.05, max: 1, step: 0.05, value: WITHOUT_MASK, oninput: onchange });
     this.masking = [iconButton("brush", "Paint a mask", () => this.paintMask(), "Mask"),
@@ -36,6 +37,11 @@ export class Source {
 
   get isUsed() {
     return this.image !== null;
+  }
+
+  async give(blob) {
+    await this.take(blob);
+    this.ongiven(this.bitmap.width, this.bitmap.height);
   }
 
   async take(blob) {
