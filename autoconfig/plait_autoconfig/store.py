@@ -28,6 +28,8 @@ from plait_autoconfig.rows import dump_lines, load_lines, run_from, run_line, tr
 from plait_autoconfig.values import Trial
 
 _PREFIX = "plait:"
+_FOREIGN = "plait-foreign"
+"""The study in which 0.1 kept lines of a later version: theirs to read."""
 _DATA = "plait"
 
 
@@ -89,6 +91,11 @@ class LibraryStore:
             converted = cls(RDBStorage(f"sqlite:///{partial}"), str(path))
             for run in runs:
                 converted.add(run)
+            with quiet():
+                if _FOREIGN in optuna.get_all_study_names(journal._storage):
+                    optuna.copy_study(
+                        from_study_name=_FOREIGN, from_storage=journal._storage, to_storage=converted._storage
+                    )
             if _is_journal(path):  # else another process was quicker
                 partial.replace(path)
         finally:

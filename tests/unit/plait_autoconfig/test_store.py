@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import optuna
 import pytest
 
 from plait_autoconfig.errors import LibraryError
@@ -111,10 +112,12 @@ def earlier(folder: Path) -> Path:
 
 
 def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
-    """Under its own name, without a line that no version could read; from then on it is a database."""
+    """Under its own name, and with what that version could not read; from then on it is a database."""
     path = earlier(tmp_path)
     store = LibraryStore.open(path)
     assert store.runs() == (RUN, OTHER)
+    kept = optuna.load_study(study_name="plait-foreign", storage=f"sqlite:///{path}").user_attrs
+    assert [*kept.values()] == [NEWER]
     assert store.add(run_of(*TRIALS, run_id="run-3")) == 3
     assert len(LibraryStore.open(path).runs()) == 3
     assert path.read_bytes().startswith(b"SQLite format 3")

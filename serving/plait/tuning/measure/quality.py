@@ -84,7 +84,7 @@ def _ask(scenario: Scenario, path: str, request: PreparedRequest | None = None) 
     asked = urllib.request.Request(f"{scenario.target.url}{path}", headers=dict(scenario.target.headers))  # noqa: S310 - ours
     if request is not None:
         asked.data, asked.method = request.body, request.method
-        for name, value in dict(request.headers).items():
+        for name, value in request.headers:
             asked.add_header(name, value)
     try:
         with DIRECTLY.open(asked, timeout=_TIMEOUT_S) as answer:
