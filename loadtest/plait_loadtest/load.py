@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import resources
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def make_paths_absolute(settings: _Node, folder: Path) -> None:
 
 def absolute(path: str, folder: Path) -> str:
     """Return a path that starts from `folder`, or from a home folder (`~`)."""
-    return str(folder / os.path.expanduser(path))  # noqa: PTH111 - Path's own fails for a user who is not there
+    return str(folder / expanduser(path))
 
 
 def path_settings(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

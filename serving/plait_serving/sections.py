@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -17,7 +18,7 @@ MAX_REPLICAS = 64
 def _absolute(path: Path, info: ValidationInfo) -> Path:
     """Resolve a relative path in a file relative to that file."""
     folder = (info.context or {}).get("folder") if isinstance(info.context, dict) or info.context is None else None
-    path = path.expanduser()
+    path = Path(expanduser(path))
     return path if path.is_absolute() or folder is None else Path(folder) / path
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    cache = options.cache.expanduser()
+    cache = Path(expanduser(options.cache))
     try:
         plan = override(smoke_plan() if options.smoke else FULL, options.set)
         stages = tuple(options.stages.split(","))

@@ -6,6 +6,7 @@ The limits are those of KubeRay 1.7 (`ValidateRayServiceSpec`, `MaxRayServiceNam
 from __future__ import annotations
 
 import re
+from os.path import expanduser
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Self
 
@@ -27,7 +28,7 @@ def _absolute(text: str) -> str:
 def _local(text: str, info: ValidationInfo) -> str:
     """Resolve a relative path in a file relative to that file."""
     folder = info.context.get("folder") if isinstance(info.context, dict) else None
-    return str((Path(folder or ".") / Path(text).expanduser()).resolve())
+    return str((Path(folder or ".") / Path(expanduser(text))).resolve())
 
 
 MountPath = Annotated[str, AfterValidator(_absolute)]

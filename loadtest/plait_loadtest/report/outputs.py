@@ -30,12 +30,15 @@ class Outputs:
     save: Path | None = None
 
     def check(self) -> None:
-        """Raise `ScenarioError` if a file cannot be written: before the load, not after it."""
+        """Raise `ScenarioError` if a file cannot be written, or would be twice: before the load, not after it."""
         if self.raw is not None:
             raw.check_path(self.raw)
         if self.save is not None:
             parts.check_path(self.save)
-        for path in self._paths().values():
+        written: dict[Path, str] = {}
+        for kind, path in self._paths().items():
+            if (other := written.setdefault(path.resolve(), kind)) != kind:
+                raise ScenarioError(f"--{other} and --{kind} are both {path}")
             folder = path.absolute().parent
             if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
                 raise ScenarioError(f"{path} cannot be written: it or its folder is read-only or of another kind")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,7 +106,7 @@ def _images(model: str | None, config: Path | None) -> tuple[ImagesSection, str 
         raise PlaitError("the configuration says images: null; there is nothing to draw with")
     if model is None or model in (*images.base_models, *images.aliases, *more_models(images)):
         return images, model
-    folder = Path(model).expanduser()
+    folder = Path(expanduser(model))
     if folder.exists():  # in the working directory, not beside the configuration file
         own: dict[str, Any] = {"model": str(folder.resolve()), "revision": None}
     elif "/" in model:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from os.path import expanduser
 from pathlib import Path
 
 from plait.config import PlaitConfig, ServedConfig
@@ -68,7 +69,7 @@ def check_model(config: ServedConfig, model: str) -> Iterator[CheckResult]:
         bases, nets = {**more, **images.base_models}, images.resolved_controlnets()
         folder, store = images.resolved_lora_folder(), images.loras.store
         loras, stored = {} if folder is None else list_loras(folder).files, () if store is None else store.entries
-    name, path = composed(model), Path(model).expanduser()
+    name, path = composed(model), Path(expanduser(model))
     if (base := bases.get(name)) is not None and not base.is_hub_id:
         yield from _check_fully(replace(base, model=base.folder), name, images)
     elif base is not None or name in stored:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def _edit(edits: Mapping[str, Any]) -> dict[str, Any]:
 
 def _file_bytes(path: Path, option: str) -> bytes:
     try:
-        return path.expanduser().read_bytes()
+        return Path(expanduser(path)).read_bytes()
     except OSError as error:
         raise OrderError(f"{option}: {path}: {error.strerror}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def check_merge(images: ImagesSection, base: str, loras: Mapping[str, float]) ->
     chosen = _base(images, base)
     names = lora_names(images)
     for text in loras:
-        if stem_of(text) is not None and not Path(text).expanduser().is_file():
+        if stem_of(text) is not None and not Path(expanduser(text)).is_file():
             raise PlaitError(f"--lora: {text}: there is no such file")
         if stem_of(text) is None and composed(text) not in names:
             raise PlaitError(f"there is no LoRA named {text!r}{hint(text, names)}")
@@ -50,7 +51,7 @@ def merge(images: ImagesSection, base: BaseSource, loras: Mapping[str, float], o
         files = [
             LoraFile(
                 name=_name(text),
-                path=source.fetch(composed(text)) if stem_of(text) is None else Path(text).expanduser(),
+                path=source.fetch(composed(text)) if stem_of(text) is None else Path(expanduser(text)),
                 scale=scale,
             )
             for text, scale in loras.items()
@@ -61,7 +62,7 @@ def merge(images: ImagesSection, base: BaseSource, loras: Mapping[str, float], o
 def _base(images: ImagesSection, base: str) -> BaseSource:
     if base in images.base_models:
         return images.base_models[base]
-    path = Path(base).expanduser()
+    path = Path(expanduser(base))
     is_path = path.exists() or base.startswith((".", "/", "~"))
     chosen = BaseSource.parse(str(path.resolve()) if is_path else base)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -259,7 +260,7 @@ def _rebased(source: Any, folder: Path) -> Any:
     if isinstance(source, str) and source.startswith(("./", "../")):
         return str((Path(folder) / source).resolve())
     if isinstance(source, str) and source.startswith("~"):
-        return str(Path(source).expanduser())
+        return str(Path(expanduser(source)))
     return source
 
 

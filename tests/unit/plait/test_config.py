@@ -87,6 +87,7 @@ def test_defaults_serve_the_starter_on_loopback():
         ),
         ("images: {aliases: {dall-e-3: emoij}}", "no model 'emoij'; did you mean emoji?"),
         ("images: {limits: {sizes: [512]}}", "images.limits.sizes.0: "),
+        ("images: {model: ~nobody.of.that.name/base}", "'~nobody.of.that.name/base' is neither 'emoji' nor a path"),
         ("images: {limits: {sizes: [512x]}}", "must be a size or two of them, the smaller first"),
         ("images: {limits: {sizes: [64x64-32x128]}}", "must be a size or two of them, the smaller first"),
         ("images: {limits: {sizes: [1x1-2x2-3x3]}}", "must be a size or two of them, the smaller first"),
@@ -167,6 +168,8 @@ def test_config_relative_paths_are_relative_to_the_file(tmp_path):
     assert images.loras.folder == tmp_path / "loras"
     assert images.resolved_controlnets() == {"edges": ControlNetSection(folder=tmp_path / "cn/edges")}
     assert images.public_name == "base"
+    elsewhere = load_config(write(tmp_path, "images: {loras: {folder: ~nobody.of.that.name/loras}}")).images
+    assert elsewhere.loras.folder == tmp_path / "~nobody.of.that.name/loras"
 
 
 def test_config_round_trips_through_its_dump(tmp_path):

@@ -86,6 +86,7 @@ def test_http2_is_refused_in_one_sentence():
         (("--confirm",), "belong to --find-capacity"),
         (("--find-capacity", "--count", 10), "leave out --count and --threshold"),
         (("--find-capacity", "--threshold", "p99_ms < 9"), "leave out --count and --threshold"),
+        (("--json", "same.html", "--html", "same.html"), "--json and --html are both same.html"),
         (("--find-capacity", "--part", "1/2"), "leave out --part, --start-at and --save"),
     ],
 )

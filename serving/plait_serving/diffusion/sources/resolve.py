@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from os.path import expanduser
 from pathlib import Path
 
 from plait_serving.diffusion.errors import ModelError
@@ -24,7 +25,7 @@ def resolve_source(
     `config`: the folder that a file's configurations and tokenizers are in, if they are not the published ones; `cache`
     keeps what is converted; `fetch` downloads, None: from the hub.
     """
-    place = Path(source).expanduser()
+    place = Path(expanduser(source))
     if place.is_dir():
         return place
     if (why := why_unread(place.name)) is not None:
