@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +18,7 @@ from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
-from support.loras import delta, factors, write
+from support.loras import delta, factors, kohya_tensors, write
 from support.original_flow import original_transformer
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 
@@ -107,8 +108,6 @@ def test_everything_else_is_copied_and_diffusers_loads_it(base, tmp_path):
     assert after == before
     for name in after - {UNET}:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
-    from diffusers import StableDiffusionPipeline
-
     StableDiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
     with safe_open(tmp_path / "out" / UNET, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -156,17 +155,11 @@ def test_a_transformer_takes_layers_of_its_original(name, tmp_path):
     rows, columns = before[f"{layer}.weight"].shape
     clip = "text_model.encoder.layers.1.mlp.fc1"
     made = factors({layer: (rows, columns), clip: (64, 32)}, alpha=3.0)
-    tensors = {}
-    for start, key in (("lora_unet_", layer), ("lora_te1_", clip)):
-        stem = start + key.replace(".", "_")
-        tensors |= {f"{stem}.lora_down.weight": made[key].down, f"{stem}.lora_up.weight": made[key].up}
-        tensors[f"{stem}.alpha"] = torch.tensor(3.0)
+    tensors = kohya_tensors({layer: made[layer]}) | kohya_tensors({clip: made[clip]}, "text_encoder_1")
     file = LoraFile(name="one", path=write(tmp_path / "one.safetensors", tensors), scale=0.7)
     parts = write_merged(folder, [file], tmp_path / "out")
-    assert {part.component: part.changed for part in parts} == {
-        "transformer": 3 if name is FamilyName.SD35_MEDIUM else 4,
-        "text_encoder": 1,
-    }
+    changed = {part.component: part.changed for part in parts}
+    assert changed == {"transformer": 3 if name is FamilyName.SD35_MEDIUM else 4, "text_encoder": 1}
     after = original_transformer(tmp_path / "out")
     exact = before[f"{layer}.weight"].double() + delta(made[layer], (rows, columns), 0.7)
     assert torch.allclose(after[f"{layer}.weight"].double(), exact, atol=1e-6)
