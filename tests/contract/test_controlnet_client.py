@@ -404,6 +404,8 @@ def test_base_replicas_share_forward_passes(fleet: Fleet, twin: Twin) -> None:
     assert gate.batches == [1, 3]
     statistics = service.statistics()
     assert (statistics.steps, statistics.channels, statistics.sessions) == (4, 4, 4)
+    clients[0].shutdown()  # whose sessions have the numbers of the others'
+    wait_for(lambda: (service.statistics().channels, service.statistics().sessions) == (3, 3))
     for client in clients:
         client.shutdown()
     wait_for(lambda: service.statistics().channels == 0 and service.statistics().sessions == 0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,19 +92,3 @@ def test_what_is_no_name_is_not_found(source):
         with pytest.raises(NotFound) as caught:
             source.fetch(name)
         assert caught.value.param == "loras"
-
-
-def test_many_threads_at_once(source):
-    """All methods may be called from any thread at the same time."""
-    barrier = threading.Barrier(8)
-
-    def work(i: int) -> bytes:
-        barrier.wait()
-        name = NAMES[i % 4]
-        assert source.find(name) is not None
-        assert len(source.names()) == len(NAMES)
-        return source.fetch(name).read_bytes()
-
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(work, range(8)))
-    assert results[:4] == results[4:]

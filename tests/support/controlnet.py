@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
-from plait_fabric import connect, listen
-from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
+from plait_fabric import FabricError, connect, listen
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
@@ -178,17 +177,11 @@ class ReplicaFleet:
     def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """What `RemoteControlNetClient` wants; the replicas are tried in order."""
         self.asked.append(left_out)
-        replicas = [
-            Replica(name=name, host="here", addresses=(address,), secret=SECRET, channels=i)
-            for i, (name, address) in enumerate(self.addresses.items())
-        ]
-        return connect_to_one(
-            replicas,
-            left_out,
-            host="here",
-            chance=random.Random(0),
-            dial=lambda address, secret: connect(address, secret=secret, timeout_s=60),
-        )
+        for name, address in self.addresses.items():
+            if name not in left_out:
+                with suppress(FabricError):
+                    return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=60))
+        raise NoReplica("there is no other")
 
 
 @contextmanager

@@ -33,21 +33,6 @@ def _constants(floats: int) -> Constants:
 # ---- sessions -------------------------------------------------------------------------------------------------------
 
 
-def test_sessions_of_peers_are_apart() -> None:
-    """Two clients may use the same number; one that leaves takes only its own along."""
-    table = SessionTable(capacity_bytes=1 << 20, idle_s=10, clock=Clock())
-    first, second = _constants(1), _constants(1)
-    table.put(1, 7, first)
-    table.put(2, 7, second)
-    assert table.get(1, 7) is first
-    table.forget_peer(1)
-    assert table.get(1, 7) is None
-    assert table.get(2, 7) is second
-    table.forget(2, 7)
-    table.forget(2, 7)
-    assert len(table) == 0
-
-
 def test_least_recently_used_sessions_go_first_and_the_newest_stays() -> None:
     """Over the budget the oldest use goes; one session larger than the budget is still held, until others come."""
     table = SessionTable(capacity_bytes=5_000, idle_s=10, clock=Clock())

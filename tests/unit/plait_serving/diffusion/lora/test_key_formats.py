@@ -91,43 +91,37 @@ def onetrainer(family: Family, component: str, path: str) -> str:
     return f"{'clip_g' if component == 'text_encoder_2' else 'clip_l'}.{published_name(path)}"
 
 
-def onetrainer_original(family: Family, component: str, path: str) -> str:
-    """OneTrainer's "original" output, of a UNet alone."""
-    return family.ldm(path)
-
-
-def simpletuner(family: Family, component: str, path: str) -> str:
-    """SimpleTuner with LyCORIS, which knows no text encoders: the wrapper's prefix, and underscores."""
-    return f"lycoris_{path.replace('.', '_')}"
-
-
-def plain(family: Family, component: str, path: str) -> str:
-    """diffusers."""
+def diffusers(family: Family, component: str, path: str) -> str:
     return f"{component}.{path}"
 
 
+# Whether a tool knows UNets alone, how it spells a layer, how its factors are called, and alpha.
 TOOLS = {
-    "LoraSave": (comfyui, DOWN_UP, None, LoraFormat.COMFYUI),
-    "OneTrainer for ComfyUI": (comfyui, A_B, 1.0, LoraFormat.COMFYUI),
-    "OneTrainer": (onetrainer, DOWN_UP, 1.0, LoraFormat.ONETRAINER),
-    "OneTrainer, original": (onetrainer_original, A_B, 1.0, LoraFormat.ONETRAINER),
-    "SimpleTuner": (simpletuner, DOWN_UP, 1.0, LoraFormat.SIMPLETUNER),
-    "an adapter's name": (plain, ("lora_A.my-style_2.weight", "lora_B.my-style_2.weight"), None, LoraFormat.PEFT),
-    "bare": (plain, ("lora_A", "lora_B"), None, LoraFormat.PEFT),
+    "LoraSave": (False, comfyui, DOWN_UP, None, LoraFormat.COMFYUI),
+    "OneTrainer for ComfyUI": (False, comfyui, A_B, 1.0, LoraFormat.COMFYUI),
+    "OneTrainer": (False, onetrainer, DOWN_UP, 1.0, LoraFormat.ONETRAINER),
+    "OneTrainer, original": (True, lambda family, _, path: family.ldm(path), A_B, 1.0, LoraFormat.ONETRAINER),
+    "SimpleTuner": (True, lambda *at: f"lycoris_{at[2].replace('.', '_')}", DOWN_UP, 1.0, LoraFormat.SIMPLETUNER),
+    "an adapter's name": (
+        False,
+        diffusers,
+        ("lora_A.my-style_2.weight", "lora_B.my-style_2.weight"),
+        None,
+        LoraFormat.PEFT,
+    ),
+    "bare": (False, diffusers, ("lora_A", "lora_B"), None, LoraFormat.PEFT),
 }
-OF_UNETS = {simpletuner, onetrainer_original}
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_renaming_changes_no_bit(family, tool, tmp_path):
     """Each tool's file of all layers gives the factors and alphas of diffusers' layout, bit for bit."""
-    spell, ends, alpha, layout = TOOLS[tool]
-    shapes = {at: shape for at, shape in family.layers().items() if at[0] == "unet" or spell not in OF_UNETS}
-    made = factors(shapes)
+    of_unets, spell, ends, alpha, layout = TOOLS[tool]
+    made = factors({at: shape for at, shape in family.layers().items() if at[0] == "unet" or not of_unets})
     theirs = spelled({spell(family, *at): it for at, it in made.items()}, ends, alpha)
-    diffusers = spelled({".".join(at): it for at, it in made.items()}, A_B, alpha)
+    ours = spelled({diffusers(family, *at): it for at, it in made.items()}, A_B, alpha)
     got = parse("a", write(tmp_path / "a.safetensors", theirs, dtype=torch.float16), family.targets)
-    wanted = parse("b", write(tmp_path / "b.safetensors", diffusers, dtype=torch.float16), family.targets)
+    wanted = parse("b", write(tmp_path / "b.safetensors", ours, dtype=torch.float16), family.targets)
     assert format_of_keys(theirs) == got.format.value == layout.value
     assert got.factors.keys() == wanted.factors.keys()
     assert len(got.factors) == len(made)

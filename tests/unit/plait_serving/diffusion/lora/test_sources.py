@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,11 +169,12 @@ def test_a_file_system_that_keeps_no_times_is_read_every_ten_seconds(tmp_path, w
     assert watched.names() == ["a", "b"]
 
 
-@pytest.mark.parametrize("change", ["content", "time", "replaced", "in place"])
+@pytest.mark.parametrize("change", ["content", "time", "replaced", "in place", "configuration"])
 def test_a_changed_file_has_a_new_stamp(tmp_path, change):
     """Overwritten in place, also by as many bytes with the time put back, touched, or replaced by a file of the same
-    size and time."""
-    path = put(tmp_path, "a.safetensors", b"one")
+    size and time; and an adapter whose configuration is another."""
+    path = put(tmp_path, "a/adapter_model.safetensors", b"one")
+    config = put(tmp_path, "a/adapter_config.json")
     source = FolderSource(tmp_path)
     before = source.find("a")
     times, changed_ns = (path.stat().st_atime_ns, path.stat().st_mtime_ns), path.stat().st_ctime_ns
@@ -183,6 +184,8 @@ def test_a_changed_file_has_a_new_stamp(tmp_path, change):
         os.utime(path, ns=times)
     elif change == "time":
         os.utime(path, ns=(times[0], times[1] + 1))
+    elif change == "configuration":
+        config.write_bytes(b"other")
     else:
         other = put(tmp_path, "other", b"two")
         os.utime(other, ns=times)
@@ -368,19 +371,34 @@ def test_a_store_that_fails_is_a_clear_error_without_secrets(store):
     assert "secret" not in caught.value.message
 
 
+class Endless(io.BytesIO):
+    """A remote file without an end, that says what is read of it."""
+
+    def __init__(self, on_read: Callable[[int], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+
+    def read(self, nbytes: int) -> bytes:
+        self._on_read(nbytes)
+        return bytes(nbytes)
+
+
 def test_an_endless_download_stops_at_the_pinned_size(store, monkeypatch):
     """A store that sends more than was declared cannot fill the disk."""
-    sent_bytes = []
-
-    class Endless(io.BytesIO):
-        def read(self, nbytes: int) -> bytes:
-            sent_bytes.append(nbytes)
-            return bytes(nbytes)
-
-    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Endless())
+    sent_bytes: list[int] = []
+    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Endless(sent_bytes.append))
     with pytest.raises(LoraError, match="more than"):
         store.source().fetch("a")
     assert sum(sent_bytes) <= 2 * (len(CONTENT) + max(sent_bytes))
+
+
+def test_closing_ends_a_running_download(store, monkeypatch):
+    """Shut-down does not wait for gigabytes: the download fails at its next chunk."""
+    source = store.source()
+    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Endless(lambda _: source.close()))
+    with pytest.raises(EngineStopped):
+        source.fetch("a")
+    assert store.left_over() == []
 
 
 def test_left_overs_of_a_killed_process_are_removed(store):
@@ -433,28 +451,6 @@ def test_processes_download_an_entry_once(store, tmp_path):
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert (tmp_path / "log").read_text() == "download\n"
-
-
-def test_closing_ends_a_running_download(store, monkeypatch):
-    """Shut-down does not wait for gigabytes: the download fails at its next chunk."""
-    source = store.source()
-    began, go_on = threading.Event(), threading.Event()
-
-    class Slow(io.BytesIO):
-        def read(self, nbytes: int) -> bytes:
-            began.set()
-            assert go_on.wait(60)
-            return super().read(1000)
-
-    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Slow(CONTENT))
-    with ThreadPoolExecutor(1) as pool:
-        fetch = pool.submit(source.fetch, "a")
-        assert began.wait(60)
-        source.close()
-        go_on.set()
-        with pytest.raises(EngineStopped):
-            fetch.result(60)
-    assert store.left_over() == []
 
 
 def test_a_cache_that_can_not_be_written_is_a_clear_error(store, tmp_path):
