@@ -151,7 +151,7 @@ _tensor = st.sampled_from([SAMPLE, TEXT, torch.zeros(0), torch.from_numpy(IMAGE)
 _names = st.sampled_from(["image", "text", "sample.0", "sample.1", "0.0", "0.mid", "mid", "added.time_ids", ""])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     op=st.sampled_from(["hello", "open", "step", "close", "residuals", "welcome"]) | _json,
     header=st.dictionaries(_fields, _json, max_size=8),

@@ -20,7 +20,7 @@ from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
 from support.loras import delta, factors, kohya_tensors, write
 from support.original_flow import original_transformer
-from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
+from support.tiny import tiny_lora, tiny_sd
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
@@ -38,8 +38,8 @@ def base(tmp_path_factory):
     return folder
 
 
-def lora(base, folder, *, scale=0.7, **options) -> LoraFile:
-    return LoraFile(name="one", path=tiny_lora(folder / "one.safetensors", base, **options), scale=scale)
+def lora(base, folder, **options) -> LoraFile:
+    return LoraFile(name="one", path=tiny_lora(folder / "one.safetensors", base, **options), scale=0.7)
 
 
 def products(path) -> dict[str, torch.Tensor]:
@@ -124,24 +124,25 @@ def test_an_index_that_names_what_is_outside_takes_nothing_there(base, tmp_path)
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
 
 
-def test_of_sdxl_both_text_encoders(tmp_path):
+def test_of_sdxl_both_text_encoders(tiny_sdxl_folder, tmp_path):
     """Three parts are written, and the model loads."""
-    base = tiny_sdxl(tmp_path / "xl")
-    parts = write_merged(base, [lora(base, tmp_path, fmt="kohya", with_text_encoder=True)], tmp_path / "out")
+    file = lora(tiny_sdxl_folder, tmp_path, fmt="kohya", with_text_encoder=True)
+    parts = write_merged(tiny_sdxl_folder, [file], tmp_path / "out")
     assert [part.component for part in parts] == ["unet", "text_encoder", "text_encoder_2"]
     load_bundle(tmp_path / "out")
 
 
-def test_what_cannot_be_merged_leaves_nothing(base, tmp_path):
+def test_what_cannot_be_merged_leaves_nothing(base, tiny_sdxl_folder, tmp_path):
     """A LoRA of another model, a folder that is in use, and a model that is none."""
-    other = tiny_sd(tmp_path / "other", block_out_channels=(8, 16))
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
     with pytest.raises(LoraError, match="'one'"):
-        write_merged(other, [lora(base, tmp_path)], tmp_path / "out")
+        write_merged(tiny_sdxl_folder, [lora(base, tmp_path)], tmp_path / "out")
     with pytest.raises(ModelError, match="not an empty folder"):
-        write_merged(base, [lora(base, tmp_path)], other)
+        write_merged(base, [lora(base, tmp_path)], tmp_path / "used")
     with pytest.raises(ModelError, match="no such folder"):
         write_merged(tmp_path / "absent", [lora(base, tmp_path)], tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "used"]
 
 
 @pytest.mark.parametrize("name", [FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV])
