@@ -29,15 +29,6 @@ def folder_source(tmp_path: Path) -> LoraSource:
     return FolderSource(files(tmp_path / "loras"))
 
 
-def sub_folders(tmp_path: Path) -> LoraSource:
-    """A folder of sub-folders as diffusers saves them."""
-    flat = files(tmp_path / "flat")
-    for name in NAMES:
-        (tmp_path / "loras" / name).mkdir(parents=True)
-        (flat / f"{name}.safetensors").rename(tmp_path / "loras" / name / "pytorch_lora_weights.safetensors")
-    return FolderSource(tmp_path / "loras")
-
-
 def remote_source(tmp_path: Path) -> LoraSource:
     """A store behind an fsspec URL."""
     store = files(tmp_path / "store")
@@ -49,7 +40,7 @@ def remote_source(tmp_path: Path) -> LoraSource:
     return RemoteSource(store.as_uri(), entries, cache_folder=tmp_path / "cache")
 
 
-SOURCES = (folder_source, sub_folders, remote_source)
+SOURCES = (folder_source, remote_source)
 
 
 @pytest.fixture(params=SOURCES, ids=lambda build: build.__name__)

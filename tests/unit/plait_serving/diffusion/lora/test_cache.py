@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import time
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
@@ -213,19 +213,6 @@ def test_a_failure_fails_every_set_that_needs_the_file_and_no_other(make):
     assert (statistics.in_use, statistics.resident) == (0, 1)
 
 
-def test_a_failure_makes_room_for_who_waits(make):
-    """The bytes that a failed load had reserved go to the next set."""
-    bench = make(1)
-    (bench.folder / "a.safetensors").write_bytes(b"x" * bench.file_bytes)
-    bench.source.hold("a")
-    failing = bench.acquire(["a"])
-    waiting = bench.acquire(["b"])
-    bench.source.let_go("a")
-    with pytest.raises(LoraError):
-        failing.result(SOON_S)
-    assert list(waiting.result(SOON_S).weights) == ["b"]
-
-
 @pytest.mark.parametrize(("how", "kind"), [("vanishes", NotFound), ("is replaced", LoraError)])
 def test_a_file_that_goes_while_it_loads(make, how, kind):
     """What was announced is not what was read: an error, never the wrong content; asking again works."""
@@ -256,20 +243,6 @@ def test_a_bug_in_the_parser_is_an_error_of_that_set(make, caplog):
 
 
 # ---- cancelling -----------------------------------------------------------------------------------------------------
-
-
-def test_cancelling_a_load_lets_go(make):
-    """The load ends and stays as an idle entry, which may be evicted at once."""
-    bench = make(1)
-    bench.source.hold("a")
-    future = bench.acquire(["a"])
-    bench.source.wait_fetching(1)
-    assert future.cancel()
-    waiting = bench.acquire(["b"])
-    bench.source.let_go("a")
-    assert list(waiting.result(SOON_S).weights) == ["b"]
-    with pytest.raises(CancelledError):
-        future.result(0)
 
 
 def test_cancelling_a_waiting_set_lets_the_next_go(make):

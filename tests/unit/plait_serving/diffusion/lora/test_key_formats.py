@@ -264,7 +264,6 @@ def test_bundled_embeddings_are_left_out_and_told_once(tmp_path, caplog):
         ("diffusion_model.blocks.0.self_attn.q", "ComfyUI"),
         ("text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q", "ComfyUI"),
         ("unet.input_blocks.77.0.in_layers.2", "OneTrainer"),
-        ("clip_l.something", "OneTrainer"),
         ("lycoris_down_blocks_7_resnets_0_conv1", "SimpleTuner (LyCORIS)"),
     ],
 )
