@@ -1,4 +1,4 @@
-"""A `LoraSource` with slow fetches, to prove what is asynchronous without sleeping where an event suffices."""
+"""A `LoraSource` with fetches that a test holds, to prove what is asynchronous without sleeping."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from plait_serving.diffusion.lora.source import LoraEntry, LoraSource
 
 
 class DelayedSource:
-    """Another source whose fetches take `delay_s` seconds longer, or block until they are released.
+    """Another source whose fetches block until they are released.
 
-    `fetched` lists every fetch that began, in order; `max_at_once` is the max number that ran at the same time.
+    `fetched` lists every fetch that began, in order.
     """
 
-    def __init__(self, source: LoraSource, *, delay_s: float = 0.0) -> None:
-        self.delay_s = delay_s
+    def __init__(self, source: LoraSource) -> None:
         self.fetched: list[str] = []
-        self.max_at_once = 0
         self._source = source
         self._held: set[str] = set()
-        self._running = 0
         self._closed = False
         self._changed = threading.Condition()
 
@@ -55,17 +52,10 @@ class DelayedSource:
         """Fetch from the inner source, later."""
         with self._changed:
             self.fetched.append(name)
-            self._running += 1
-            self.max_at_once = max(self.max_at_once, self._running)
             self._changed.notify_all()
-            try:
-                if self.delay_s:
-                    self._changed.wait_for(lambda: self._closed, self.delay_s)
-                self._changed.wait_for(lambda: self._closed or name not in self._held)
-                if self._closed:
-                    raise EngineStopped("the source was closed")
-            finally:
-                self._running -= 1
+            self._changed.wait_for(lambda: self._closed or name not in self._held)
+            if self._closed:
+                raise EngineStopped("the source was closed")
         return self._source.fetch(name)
 
     def close(self) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
-from plait_fabric import connect, listen
-from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
-from plait_kernels.executors import AdaptedLayer, RowFactors
+from plait_fabric import FabricError, connect, listen
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
@@ -60,9 +59,9 @@ class ControlCase:
 
 
 def make_ask(
-    seed: int, *, width: int, n: int = 1, cfg: bool = True, scale: float = 1.0, step: float = 500, added: int = 0
+    seed: int, *, width: int = 32, n: int = 1, cfg: bool = True, scale: float = 1.0, step: float = 500, added: int = 0
 ) -> ControlCase:
-    """A random ask. ``width`` is the text's; ``added`` the width of SDXL's pooled text, 0 for none."""
+    """A random ask. ``width`` is the text's, here SD 1.x's; ``added`` the width of SDXL's pooled text, 0 for none."""
     generator = torch.Generator().manual_seed(seed)
     branches = 2 if cfg else 1
     extra = {}
@@ -146,24 +145,26 @@ def ulps(answer: Residuals | EngineError, expected: Residuals) -> float:
     return closeness.ulps(ours, theirs)
 
 
-class LooseProgram:
+class LooseProgram(TorchProgram):
     """A prepared program whose answers show that it ran: torch's, and `LOOSE` more."""
 
     def __init__(self, runner: ControlNetModelRunner) -> None:
-        self._exact = TorchProgram(runner.computation())
+        super().__init__(runner.computation())
         self.runs = 0
 
-    @property
-    def layers(self) -> tuple[AdaptedLayer, ...]:
-        """None."""
-        return ()
-
-    def run(
-        self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
-    ) -> tuple[torch.Tensor, ...]:
+    def run(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         """See PreparedProgram."""
         self.runs += 1
-        return tuple(output + LOOSE for output in self._exact.run(inputs, factors, copy=copy))
+        return tuple(output + LOOSE for output in super().run(*arguments, **options))
+
+
+class Clock:
+    """Time that stands still until it is told to move."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @dataclass(eq=False)
@@ -176,17 +177,11 @@ class ReplicaFleet:
     def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """What `RemoteControlNetClient` wants; the replicas are tried in order."""
         self.asked.append(left_out)
-        replicas = [
-            Replica(name=name, host="here", addresses=(address,), secret=SECRET, channels=i)
-            for i, (name, address) in enumerate(self.addresses.items())
-        ]
-        return connect_to_one(
-            replicas,
-            left_out,
-            host="here",
-            chance=random.Random(0),
-            dial=lambda address, secret: connect(address, secret=secret, timeout_s=60),
-        )
+        for name, address in self.addresses.items():
+            if name not in left_out:
+                with suppress(FabricError):
+                    return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=60))
+        raise NoReplica("there is no other")
 
 
 @contextmanager

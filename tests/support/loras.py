@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.published.configs import build_on_meta
+from plait_serving.diffusion.published.scaled import scaled_down
+from plait_serving.diffusion.values import LoraRef
 
+K = TypeVar("K")
+Tensors = Mapping[str, torch.Tensor]
 KOHYA = {
     "unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_1": "lora_te1_", "text_encoder_2": "lora_te2_"
 }  # fmt: skip
+DOWN_UP, A_B = ("lora_down.weight", "lora_up.weight"), ("lora_A.weight", "lora_B.weight")
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,13 @@ class TwoLayers(nn.Module):
 
 
 def factors(
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[K, tuple[int, ...]],
     *,
     rank: int = 2,
     alpha: float | None = None,
     seed: int = 1,
     strength: float = 0.5,
-) -> dict[str, TinyFactor]:
+) -> dict[K, TinyFactor]:
     """Random factors for weights of ``shapes``."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
@@ -68,13 +77,21 @@ def shapes_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
     return {ref.module: shape for ref, shape in targets.shapes.items()}
 
 
+def spelled(
+    made: Mapping[str, TinyFactor], ends: tuple[str, str], alpha: float | None = None
+) -> dict[str, torch.Tensor]:
+    """A file of these factors, down and up, each under its layer's name with one of the ends."""
+    tensors = {}
+    for layer, factor in made.items():
+        tensors |= {f"{layer}.{ends[0]}": factor.down, f"{layer}.{ends[1]}": factor.up}
+        if alpha is not None:
+            tensors[f"{layer}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
 def peft_tensors(made: Mapping[str, TinyFactor], component: str = "unet") -> dict[str, torch.Tensor]:
     """``unet.lin.lora_A.weight``; alpha goes to the metadata, see `peft_metadata`."""
-    tensors = {}
-    for module, factor in made.items():
-        tensors[f"{component}.{module}.lora_A.weight"] = factor.down
-        tensors[f"{component}.{module}.lora_B.weight"] = factor.up
-    return tensors
+    return spelled({f"{component}.{module}": factor for module, factor in made.items()}, A_B)
 
 
 def peft_metadata(component: str = "unet", **config: object) -> dict[str, str]:
@@ -86,11 +103,8 @@ def kohya_tensors(made: Mapping[str, TinyFactor], component: str = "unet") -> di
     """``lora_unet_lin.lora_down.weight`` and alpha (the rank if the factor has none)."""
     tensors = {}
     for module, factor in made.items():
-        name = KOHYA[component] + module.replace(".", "_")
-        tensors[f"{name}.lora_down.weight"] = factor.down
-        tensors[f"{name}.lora_up.weight"] = factor.up
         alpha = factor.alpha if factor.alpha is not None else factor.down.shape[0]
-        tensors[f"{name}.alpha"] = torch.tensor(float(alpha))
+        tensors |= spelled({KOHYA[component] + module.replace(".", "_"): factor}, DOWN_UP, float(alpha))
     return tensors
 
 
@@ -135,10 +149,9 @@ def write(
     return path
 
 
-def tiny_lora_file(folder: Path, name: str, *, seed: int = 1, **options: object) -> Path:
+def tiny_lora_file(folder: Path, name: str, *, seed: int = 1) -> Path:
     """``<folder>/<name>.safetensors`` for `TwoLayers`, in PEFT format."""
-    made = factors(shapes_of(TwoLayers()), seed=seed, **options)  # type: ignore[arg-type]
-    return write(folder / f"{name}.safetensors", peft_tensors(made))
+    return write(folder / f"{name}.safetensors", peft_tensors(factors(shapes_of(TwoLayers()), seed=seed)))
 
 
 def loaded(folder: Path, name: str, root: nn.Module, made: Mapping[str, TinyFactor]) -> LoadedLora:
@@ -162,3 +175,26 @@ def snapshot(components: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
         for component, root in components.items()
         for name, value in root.named_parameters()
     }
+
+
+def merged(
+    parts: Mapping[str, nn.Module], lora: LoadedLora, scale: float, read: Callable[[], Tensors] | None = None
+) -> dict[str, torch.Tensor]:
+    """All parameters, or what ``read`` gives, with the LoRA in them; checks that a restore leaves no trace."""
+    before, merger = snapshot(parts), Merger(parts)
+    merger.switch((LoraRef(name=lora.name, scale=scale),), {lora.name: lora})
+    after = {key: value.clone() for key, value in read().items()} if read else snapshot(parts)
+    merger.switch((), {})
+    assert all(torch.equal(value, before[key]) for key, value in snapshot(parts).items())
+    return after
+
+
+def small_parts(name: FamilyName, folders: Collection[str]) -> dict[str, nn.Module]:
+    """These parts of a published architecture in small, with random weights."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        parts = {part.folder: build_on_meta(part) for part in scaled_down(name).parts if part.folder in folders}
+        for part in parts.values():
+            for tensor in part.to_empty(device="cpu").state_dict().values():
+                tensor.normal_(std=0.3)
+    return parts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
-from plait_serving.diffusion.lora.source import ChainSource, LoraSource
+from plait_serving.diffusion.lora.source import LoraSource, NoLoras
 
 if TYPE_CHECKING:
     from plait_serving.diffusion.families.encoders import SharedEncoders
@@ -43,7 +43,7 @@ class EngineSettings:
     dtype: str = "auto"
     device: str = "auto"
     safety_checker: bool = True
-    lora_source: LoraSource = field(default_factory=lambda: ChainSource(()))
+    lora_source: LoraSource = field(default_factory=NoLoras)
     controlnets: Mapping[str, Path] = field(default_factory=dict)
     knobs: EngineKnobs = field(default_factory=EngineKnobs)
     limits: ImageLimits = field(default_factory=ImageLimits)

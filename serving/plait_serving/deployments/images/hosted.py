@@ -17,7 +17,7 @@ from plait_serving.diffusion.admission import ImageLimits, nearest_size
 from plait_serving.diffusion.assemble import Remote, build_engine_of, warm_up
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
+from plait_serving.diffusion.lora.source import FolderSource, LoraSource, NoLoras
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.queue.pressure import engine_pressure
@@ -241,7 +241,7 @@ def lora_source(images: ImagesSection) -> LoraSource:
             for name, entry in store.entries.items()
         }
         return RemoteSource(store.url, entries, cache_folder=store.cache_folder)
-    return ChainSource(()) if folder is None else FolderSource(folder)
+    return NoLoras() if folder is None else FolderSource(folder)
 
 
 def _host() -> HostCores:

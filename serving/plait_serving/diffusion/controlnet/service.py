@@ -66,30 +66,18 @@ class ServiceLimits:
     channels: int = 128
     send_timeout_s: float = 10.0
 
-    def __post_init__(self) -> None:
-        for name in ("largest_batch_rows", "sessions_bytes", "session_idle_s", "channels", "send_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-
 
 @dataclass(slots=True, kw_only=True)
 class ServiceStatistics:
-    """Counts since the start, except `channels`, `sessions` and `sessions_bytes`, which are current values.
+    """Counts since the start, except `channels` and `sessions`, which are current values.
 
-    `batches` forward passes computed `rows` rows for `steps` step messages; `shared_batches` of them served more
-    than one message. `busy_s` is compute time, embedding included.
+    `steps` counts messages. `busy_s` is compute time, embedding included.
     """
 
     channels: int = 0
     sessions: int = 0
-    sessions_bytes: int = 0
     opened: int = 0
     steps: int = 0
-    rows: int = 0
-    batches: int = 0
-    shared_batches: int = 0
-    failed_calls: int = 0
-    refused_channels: int = 0
     busy_s: float = 0.0
 
 
@@ -209,13 +197,7 @@ class ControlNetService:
     def statistics(self) -> ServiceStatistics:
         """Return a snapshot. A batch that is just being counted may be partly included; clients are included once
         greeted."""
-        return replace(
-            self._counts,
-            channels=self._server.peers,
-            sessions=len(self._sessions),
-            sessions_bytes=self._sessions.nbytes,
-            refused_channels=self._server.refused,
-        )
+        return replace(self._counts, channels=self._server.peers, sessions=len(self._sessions))
 
     def stop(self, *, drain_s: float = 5.0) -> None:
         """Accept nothing more, answer the steps that have arrived, then close the channels. Idempotent; waits for its
@@ -332,7 +314,8 @@ class ControlNetService:
         answers = iter(self._runner.try_residuals(blocks))
         seconds = self._clock() - started_s
         self._measured(kind, seconds)
-        self._count(batch, seconds)
+        self._counts.steps += len(batch)
+        self._counts.busy_s += seconds
         for job in batch:
             for i in job.blocks:
                 answer = next(answers)
@@ -358,15 +341,5 @@ class ControlNetService:
 
     def _reply(self, job: _Job) -> None:
         answered = tuple(answer for answer in job.answers if answer is not None)
-        self._counts.failed_calls += sum(not isinstance(answer, Residuals) for answer in answered)
         header, tensors = reply_message(Reply(seq=job.seq, answers=answered))
         job.peer.reply(partial(pack_tensors, header=header, tensors=tensors, timeout_s=self._limits.send_timeout_s))
-
-    def _count(self, batch: list[_Job], seconds: float) -> None:
-        counts = self._counts
-        rows = sum(job.rows for job in batch)
-        counts.steps += len(batch)
-        counts.rows += rows
-        counts.batches += bool(rows)
-        counts.shared_batches += sum(bool(job.blocks) for job in batch) > 1
-        counts.busy_s += seconds

@@ -40,11 +40,6 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the sessions hold."""
-        return self._nbytes
-
     def put(self, peer: int, session: int, held: Held) -> None:
         """Add a session, replacing an earlier one of that number."""
         self.forget(peer, session)

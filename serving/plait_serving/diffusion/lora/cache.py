@@ -52,19 +52,15 @@ Deliveries = list[Callable[[], None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """Counts since the start; `*_bytes`, `resident`, `in_use` and `waiting_sets` are current values.
+    """Counts since the start; `resident_bytes`, `resident`, `in_use` and `waiting_sets` are current values.
 
-    A hit is a name that was in memory or loading when its set was admitted. `load_s` sums over loader threads.
+    A hit is a name that was in memory or loading when its set was admitted.
     """
 
     hits: int
     misses: int
     evictions: int
-    failures: int
-    load_s: float
-    budget_bytes: int
     resident_bytes: int
-    reserved_bytes: int
     resident: int
     in_use: int
     waiting_sets: int
@@ -85,8 +81,7 @@ class _CacheCounts:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
-    failures: int = 0
-    load_s: float = 0.0
+    load_s: float = 0.0  # over all threads
 
 
 @dataclass(slots=True, eq=False)
@@ -183,11 +178,7 @@ class LoraCache:
                 hits=self._counts.hits,
                 misses=self._counts.misses,
                 evictions=self._counts.evictions,
-                failures=self._counts.failures,
-                load_s=self._counts.load_s,
-                budget_bytes=self._policy.budget_bytes,
                 resident_bytes=sum(value.nbytes for value in self._values.values()),
-                reserved_bytes=self._policy.reserved_bytes,
                 resident=len(self._values),
                 in_use=sum(1 for key in self._values if self._policy.users(key)),
                 waiting_sets=len(self._policy.waiting),
@@ -356,7 +347,6 @@ class LoraCache:
 
     def _failed(self, key: Key, error: EngineError) -> None:
         with self._change() as deliveries:
-            self._counts.failures += 1
             self._policy.failed(key)
             for ticket, waiting in list(self._sets.items()):
                 if waiting.missing and key in waiting.missing:

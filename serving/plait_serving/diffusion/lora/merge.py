@@ -40,14 +40,6 @@ _FIRST_RESTORE_S_PER_BYTE = 2e-10
 _FILES_REMEMBERED = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergerStatistics:
-    """`pristine_bytes`: the current size of the copies of touched weights; `weights_merged` counts since the start."""
-
-    weights_merged: int
-    pristine_bytes: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pristine:
     """A weight's own values, and the max of them."""
@@ -70,21 +62,18 @@ class Merger:
     """Keeps the weights of live modules equal to W0 + the current set. Compute thread only.
 
     `components` maps "unet", "text_encoder", "text_encoder_2", or some of them, to their live modules; what a set
-    holds for others is left to their merger. `before_write` is called before weights are read or written. `impl` names
-    a merge kernel; None lets the registry choose.
+    holds for others is left to their merger. `before_write` is called before weights are read or written.
     """
 
     def __init__(
         self,
         components: Mapping[str, nn.Module],
         *,
-        impl: str | None = None,
         before_write: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._components = frozenset(components)
         self._modules = dict(layers_of(components))
-        self._impl = impl
         self._before_write = before_write
         self._clock = clock
         self._current: LoraSet = ()
@@ -93,7 +82,6 @@ class Merger:
         self._touched: dict[tuple[str, int], frozenset[ModuleRef]] = {}
         self._merge_s_per_byte: float | None = None
         self._restore_s_per_byte: float | None = None
-        self._merged = 0
 
     @property
     def current(self) -> LoraSet:
@@ -141,13 +129,6 @@ class Merger:
         merge_rate = self._merge_s_per_byte or _FIRST_MERGE_S_PER_BYTE
         restore_rate = self._restore_s_per_byte or _FIRST_RESTORE_S_PER_BYTE
         return (merge_bytes + unknown_bytes) * merge_rate + restore_bytes * restore_rate
-
-    def statistics(self) -> MergerStatistics:
-        """Return the counters, and the current size of the pristine copies."""
-        return MergerStatistics(
-            weights_merged=self._merged,
-            pristine_bytes=sum(pristine.copy.nbytes for pristine in self._pristine.values()),
-        )
 
     # ---- before the first write ---------------------------------------------------------------------------------
 
@@ -215,7 +196,6 @@ class Merger:
             raise
         self._restore_s_per_byte = _average(self._restore_s_per_byte, restored_s, restores)
         self._merge_s_per_byte = _average(self._merge_s_per_byte, merged_s, merges)
-        self._merged += len(merges)
 
     def _timed(self, rewrites: list[_Rewrite]) -> float:
         """Rewrite the weights of `rewrites`; return the seconds it took, device work included."""
@@ -233,7 +213,7 @@ class Merger:
         return self._clock() - started_s
 
     def _op_for(self, weight: torch.Tensor) -> MergeOp:
-        op: MergeOp = load("lora_merge", weight.device.type, weight.dtype, self._impl)
+        op: MergeOp = load("lora_merge", weight.device.type, weight.dtype)
         return op
 
     def _note(self, ref: ModuleRef, recipe: Recipe) -> None:

@@ -75,7 +75,7 @@ class RemoteSource:
         entry = self._entries.get(name)
         if entry is None:
             return None
-        return LoraEntry(name=name, nbytes=entry.nbytes, stamp=entry.sha256, sha256=entry.sha256)
+        return LoraEntry(name=name, nbytes=entry.nbytes, stamp=entry.sha256)
 
     def fetch(self, name: str) -> Path:
         """Return the verified file in the node's cache, downloading it if it is missing or damaged."""

@@ -1,4 +1,4 @@
-"""Sources of LoRA files: the protocol, the local folder, and several sources as one. `remote` has the remote store.
+"""Sources of LoRA files: the protocol, the local folder, and none at all. `remote` has the remote store.
 
 A file is addressed by name, never by path or URL. `names` and `find` are cheap, also among thousands, and read no file;
 `fetch` may take as long as a download and runs on loader threads.
@@ -11,7 +11,7 @@ import math
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +31,11 @@ _READ_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraEntry:
-    """A LoRA that exists now. `stamp` changes when its content may have changed; equal stamps mean equal content.
-
-    `sha256` is set where the operator pinned it.
-    """
+    """A LoRA that exists now. `stamp` changes when its content may have changed; equal stamps mean equal content."""
 
     name: str
     nbytes: int
     stamp: str
-    sha256: str | None = None
 
 
 class LoraSource(Protocol):
@@ -142,28 +138,21 @@ def _entry(name: str, path: Path) -> LoraEntry | None:
     return LoraEntry(name=name, nbytes=stats[0].st_size, stamp=stamp)
 
 
-class ChainSource:
-    """Several sources as one; the first that has a name wins."""
-
-    def __init__(self, sources: Sequence[LoraSource]) -> None:
-        self._sources = tuple(sources)
+class NoLoras:
+    """The source of who has no LoRAs."""
 
     def names(self) -> Collection[str]:
-        """Return all names of all sources."""
-        return dict.fromkeys(sorted(name for source in self._sources for name in source.names()))
+        """Return nothing."""
+        return ()
 
     def find(self, name: str) -> LoraEntry | None:
-        """Return the entry of the first source that has it."""
-        return next((entry for source in self._sources if (entry := source.find(name))), None)
+        """Return None."""
+        del name
+        return None
 
     def fetch(self, name: str) -> Path:
-        """Fetch from the first source that has it."""
-        for source in self._sources:
-            if source.find(name):
-                return source.fetch(name)
+        """Raise `NotFound`."""
         raise not_found(name)
 
     def close(self) -> None:
-        """Close all sources."""
-        for source in self._sources:
-            source.close()
+        """Do nothing."""

@@ -11,7 +11,7 @@ import pytest
 
 from plait_serving.deployments.images import lora_cards
 from plait_serving.deployments.images.lora_cards import LoraCards
-from plait_serving.diffusion.lora.source import ChainSource, FolderSource
+from plait_serving.diffusion.lora.source import FolderSource, NoLoras
 from plait_serving.images.service import LoraCard
 from support.loras import tiny_lora_file
 
@@ -132,7 +132,7 @@ def test_the_thread_follows_the_folder_until_it_is_closed(tmp_path):
     assert not thread.is_alive()
     assert formats == ["peft"]
     assert thread is not threading.current_thread()
-    stored = LoraCards(ChainSource(()), lambda: "sd1")
+    stored = LoraCards(NoLoras(), lambda: "sd1")
     stored.look = look
     stored.watch()
     assert looked.empty()

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -17,9 +18,9 @@ from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
-from support.loras import delta, factors, write
+from support.loras import delta, factors, kohya_tensors, write
 from support.original_flow import original_transformer
-from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
+from support.tiny import tiny_lora, tiny_sd
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
@@ -37,8 +38,8 @@ def base(tmp_path_factory):
     return folder
 
 
-def lora(base, folder, *, scale=0.7, **options) -> LoraFile:
-    return LoraFile(name="one", path=tiny_lora(folder / "one.safetensors", base, **options), scale=scale)
+def lora(base, folder, **options) -> LoraFile:
+    return LoraFile(name="one", path=tiny_lora(folder / "one.safetensors", base, **options), scale=0.7)
 
 
 def products(path) -> dict[str, torch.Tensor]:
@@ -107,8 +108,6 @@ def test_everything_else_is_copied_and_diffusers_loads_it(base, tmp_path):
     assert after == before
     for name in after - {UNET}:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
-    from diffusers import StableDiffusionPipeline
-
     StableDiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
     with safe_open(tmp_path / "out" / UNET, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -125,24 +124,25 @@ def test_an_index_that_names_what_is_outside_takes_nothing_there(base, tmp_path)
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
 
 
-def test_of_sdxl_both_text_encoders(tmp_path):
+def test_of_sdxl_both_text_encoders(tiny_sdxl_folder, tmp_path):
     """Three parts are written, and the model loads."""
-    base = tiny_sdxl(tmp_path / "xl")
-    parts = write_merged(base, [lora(base, tmp_path, fmt="kohya", with_text_encoder=True)], tmp_path / "out")
+    file = lora(tiny_sdxl_folder, tmp_path, fmt="kohya", with_text_encoder=True)
+    parts = write_merged(tiny_sdxl_folder, [file], tmp_path / "out")
     assert [part.component for part in parts] == ["unet", "text_encoder", "text_encoder_2"]
     load_bundle(tmp_path / "out")
 
 
-def test_what_cannot_be_merged_leaves_nothing(base, tmp_path):
+def test_what_cannot_be_merged_leaves_nothing(base, tiny_sdxl_folder, tmp_path):
     """A LoRA of another model, a folder that is in use, and a model that is none."""
-    other = tiny_sd(tmp_path / "other", block_out_channels=(8, 16))
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
     with pytest.raises(LoraError, match="'one'"):
-        write_merged(other, [lora(base, tmp_path)], tmp_path / "out")
+        write_merged(tiny_sdxl_folder, [lora(base, tmp_path)], tmp_path / "out")
     with pytest.raises(ModelError, match="not an empty folder"):
-        write_merged(base, [lora(base, tmp_path)], other)
+        write_merged(base, [lora(base, tmp_path)], tmp_path / "used")
     with pytest.raises(ModelError, match="no such folder"):
         write_merged(tmp_path / "absent", [lora(base, tmp_path)], tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "used"]
 
 
 @pytest.mark.parametrize("name", [FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV])
@@ -156,17 +156,11 @@ def test_a_transformer_takes_layers_of_its_original(name, tmp_path):
     rows, columns = before[f"{layer}.weight"].shape
     clip = "text_model.encoder.layers.1.mlp.fc1"
     made = factors({layer: (rows, columns), clip: (64, 32)}, alpha=3.0)
-    tensors = {}
-    for start, key in (("lora_unet_", layer), ("lora_te1_", clip)):
-        stem = start + key.replace(".", "_")
-        tensors |= {f"{stem}.lora_down.weight": made[key].down, f"{stem}.lora_up.weight": made[key].up}
-        tensors[f"{stem}.alpha"] = torch.tensor(3.0)
+    tensors = kohya_tensors({layer: made[layer]}) | kohya_tensors({clip: made[clip]}, "text_encoder_1")
     file = LoraFile(name="one", path=write(tmp_path / "one.safetensors", tensors), scale=0.7)
     parts = write_merged(folder, [file], tmp_path / "out")
-    assert {part.component: part.changed for part in parts} == {
-        "transformer": 3 if name is FamilyName.SD35_MEDIUM else 4,
-        "text_encoder": 1,
-    }
+    changed = {part.component: part.changed for part in parts}
+    assert changed == {"transformer": 3 if name is FamilyName.SD35_MEDIUM else 4, "text_encoder": 1}
     after = original_transformer(tmp_path / "out")
     exact = before[f"{layer}.weight"].double() + delta(made[layer], (rows, columns), 0.7)
     assert torch.allclose(after[f"{layer}.weight"].double(), exact, atol=1e-6)

@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,9 @@ import pytest
 from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
 from plait_serving.diffusion.lora import listing
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
-from plait_serving.diffusion.lora.source import ChainSource, FolderSource
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.sources.staging import locked
-from support.names import ODD_NAMES
 
 # ---- folder ---------------------------------------------------------------------------------------------------------
 
@@ -169,11 +169,12 @@ def test_a_file_system_that_keeps_no_times_is_read_every_ten_seconds(tmp_path, w
     assert watched.names() == ["a", "b"]
 
 
-@pytest.mark.parametrize("change", ["content", "time", "replaced", "in place"])
+@pytest.mark.parametrize("change", ["content", "time", "replaced", "in place", "configuration"])
 def test_a_changed_file_has_a_new_stamp(tmp_path, change):
     """Overwritten in place, also by as many bytes with the time put back, touched, or replaced by a file of the same
-    size and time."""
-    path = put(tmp_path, "a.safetensors", b"one")
+    size and time; and an adapter whose configuration is another."""
+    path = put(tmp_path, "a/adapter_model.safetensors", b"one")
+    config = put(tmp_path, "a/adapter_config.json")
     source = FolderSource(tmp_path)
     before = source.find("a")
     times, changed_ns = (path.stat().st_atime_ns, path.stat().st_mtime_ns), path.stat().st_ctime_ns
@@ -183,6 +184,8 @@ def test_a_changed_file_has_a_new_stamp(tmp_path, change):
         os.utime(path, ns=times)
     elif change == "time":
         os.utime(path, ns=(times[0], times[1] + 1))
+    elif change == "configuration":
+        config.write_bytes(b"other")
     else:
         other = put(tmp_path, "other", b"two")
         os.utime(other, ns=times)
@@ -190,71 +193,22 @@ def test_a_changed_file_has_a_new_stamp(tmp_path, change):
     assert source.find("a").stamp != before.stamp
 
 
-def test_links_that_lead_out_do_not_exist(tmp_path):
-    """A link to a file or folder elsewhere is not followed; one that stays inside is."""
-    outside = put(tmp_path / "outside", "secret.safetensors")
-    put(tmp_path / "outside", "pytorch_lora_weights.safetensors")
-    folder = tmp_path / "loras"
-    put(folder, "real.safetensors")
-    (folder / "out.safetensors").symlink_to(outside)
-    (folder / "outdir").symlink_to(tmp_path / "outside")
-    (folder / "loop.safetensors").symlink_to(folder / "loop.safetensors")
-    (folder / "dangling.safetensors").symlink_to(folder / "nothing")
-    (folder / "inside.safetensors").symlink_to(folder / "real.safetensors")
-    source = FolderSource(folder)
-    assert list(source.names()) == ["inside", "real"]
-    for name in ("out", "outdir", "loop", "dangling"):
-        with pytest.raises(NotFound):
-            source.fetch(name)
-
-
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_files_and_folders_of_any_script_are_served(tmp_path, name):
-    """As a file with its suffix in any case, and as a folder that a library saved; the name is the file's own."""
-    put(tmp_path / "files", f"{name}.safetensors")
-    put(tmp_path / "capitals", f"{name}.SafeTensors")
-    put(tmp_path / "folders", f"{name}/pytorch_lora_weights.safetensors")
-    put(tmp_path / "adapters", f"{name}/adapter_model.safetensors")
-    put(tmp_path / "adapters", f"{name}/adapter_config.json")
-    for folder in ("files", "capitals", "folders", "adapters"):
-        source = FolderSource(tmp_path / folder)
-        assert list(source.names()) == [name]
-        assert source.find(name).stamp == source.stamps()[name]
-        assert source.fetch(name).is_relative_to(tmp_path / folder)
-
-
-def test_names_are_composed(tmp_path):
-    """macOS writes é as two characters: it is one name, found under its composed form."""
-    put(tmp_path, "cafe\u0301.safetensors", b"mac")
-    source = FolderSource(tmp_path)
-    assert list(source.names()) == ["caf\u00e9"]
-    assert source.fetch("caf\u00e9").read_bytes() == b"mac"
-
-
 def test_sub_folders_at_any_depth(tmp_path):
     """Saved folders are named by themselves, other files by their stem, also beside what was saved."""
-    put(tmp_path, "top.safetensors")
-    put(tmp_path, "pytorch_lora_weights.safetensors")  # of the folder itself, which has no name
-    put(tmp_path, "styles/ink/wash.safetensors")
-    put(tmp_path, "runs/7/portrait/pytorch_lora_weights.safetensors")
-    put(tmp_path, "runs/7/portrait/optimizer.bin")
-    put(tmp_path, "runs/7/portrait/checkpoint-500/pytorch_lora_weights.safetensors")
-    put(tmp_path, "runs/8/landscape/adapter_model.safetensors")
-    put(tmp_path, "runs/8/landscape/adapter_config.json")
-    put(tmp_path, "runs/8/landscape/other.safetensors")
-    put(tmp_path, "bare/adapter_model.safetensors")  # without a configuration it is a file like any other
-    source = FolderSource(tmp_path)
-    places = {name: str(path.relative_to(tmp_path)) for name, path in source.files().items()}
-    assert places == {
+    places = {
         "top": "top.safetensors",
-        "pytorch_lora_weights": "pytorch_lora_weights.safetensors",
+        "pytorch_lora_weights": "pytorch_lora_weights.safetensors",  # of the folder itself, which has no name
         "wash": "styles/ink/wash.safetensors",
         "portrait": "runs/7/portrait/pytorch_lora_weights.safetensors",
         "checkpoint-500": "runs/7/portrait/checkpoint-500/pytorch_lora_weights.safetensors",
         "landscape": "runs/8/landscape/adapter_model.safetensors",
         "other": "runs/8/landscape/other.safetensors",
-        "adapter_model": "bare/adapter_model.safetensors",
+        "adapter_model": "bare/adapter_model.safetensors",  # without a configuration it is a file like any other
     }
+    for place in (*places.values(), "runs/7/portrait/optimizer.bin", "runs/8/landscape/adapter_config.json"):
+        put(tmp_path, place)
+    source = FolderSource(tmp_path)
+    assert {name: str(path.relative_to(tmp_path)) for name, path in source.files().items()} == places
     assert list(source.names()) == sorted(places)
 
 
@@ -268,18 +222,19 @@ def test_sub_folders_at_any_depth(tmp_path):
         (("a/x/pytorch_lora_weights.safetensors", "b/x.safetensors"), "a/x/pytorch_lora_weights.safetensors"),
         (("x.safetensors", "x.SAFETENSORS"), "x.SAFETENSORS"),
         (("x/pytorch_lora_weights.safetensors", "x.safetensors"), "x.safetensors"),
-        (("u\u0308.safetensors", "a/\u00fc.safetensors"), "u\u0308.safetensors"),
         (("\u00fc.safetensors", "u\u0308.safetensors"), "u\u0308.safetensors"),
     ],
 )
 def test_of_two_with_one_name_one_is_served(tmp_path, caplog, files, served):
-    """The one nearer to the top, at one depth the first by path; the log says so once, and which one is."""
+    """The one nearer to the top, at one depth the first by path; the log says so once, and which one is. macOS writes
+    ü as two characters: it is one name, the composed one."""
     for file in files:
         put(tmp_path, file)
     clock = itertools.count(step=60)
     source = FolderSource(tmp_path, clock=lambda: next(clock))
     for _ in range(2):
-        assert [str(path.relative_to(tmp_path)) for path in source.files().values()] == [served]
+        [(name, path)] = source.files().items()
+        assert (name, str(path.relative_to(tmp_path))) == (composed(name), served)
     (other,) = set(files) - {served}
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"{tmp_path}/{other} is ignored: {served} has its name"]
@@ -324,29 +279,18 @@ def test_a_folder_that_is_nowhere_is_empty(tmp_path):
     """Not there yet, or a link to itself."""
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     for name in ("circle", "absent"):
-        assert list(FolderSource(tmp_path / name).names()) == []
+        assert not FolderSource(tmp_path / name).names()
 
 
 def test_links_inside_lead_to_their_names_and_to_no_end(tmp_path):
-    """A linked folder keeps the link's name; one that leads back up is read once."""
+    """A linked file or folder has the link's name; a folder that leads back up is read once."""
     put(tmp_path, "a/pytorch_lora_weights.safetensors")
     put(tmp_path, "a/inner.safetensors")
+    (tmp_path / "linked.safetensors").symlink_to(tmp_path / "a" / "inner.safetensors")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     (tmp_path / "a" / "same").symlink_to(tmp_path / "a")
-    assert list(FolderSource(tmp_path).names()) == ["a", "b", "inner", "same"]
-
-
-def test_chain_prefers_the_first(tmp_path):
-    """A name in two sources is the first's, in find, list and fetch alike."""
-    first, second = FolderSource(tmp_path / "1"), FolderSource(tmp_path / "2")
-    put(tmp_path / "1", "both.safetensors", b"first")
-    put(tmp_path / "2", "both.safetensors", b"second file")
-    put(tmp_path / "2", "only.safetensors")
-    source = ChainSource([first, second])
-    assert source.fetch("both").read_bytes() == b"first"
-    assert source.find("both") == first.find("both")
-    assert source.find("only") == second.find("only")
+    assert list(FolderSource(tmp_path).names()) == ["a", "b", "inner", "linked", "same"]
 
 
 # ---- remote ---------------------------------------------------------------------------------------------------------
@@ -390,28 +334,22 @@ def store(tmp_path, monkeypatch) -> Store:
     return Store(tmp_path, monkeypatch)
 
 
-def test_a_cached_file_is_not_fetched_again(store):
-    """Downloaded once, also across restarts; the cache holds it under its hash."""
+@pytest.mark.parametrize("damage", [b"", CONTENT[:-1], CONTENT[:-1] + b"!"], ids=["none", "cut", "flipped"])
+def test_a_cached_file_is_fetched_again_if_it_is_damaged(store, damage, caplog):
+    """It lies under its hash, across restarts, and is checked at every use."""
     path = store.source().fetch("a")
-    assert store.source().fetch("a") == path
     assert path.name == f"{hashlib.sha256(CONTENT).hexdigest()}.safetensors"
+    if damage:
+        path.write_bytes(damage)
+    assert store.source().fetch("a") == path
     assert path.read_bytes() == CONTENT
-    assert store.downloads == 1
-
-
-@pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"!", b""], ids=["cut", "flipped", "empty"])
-def test_a_damaged_cache_file_is_fetched_again(store, damage, caplog):
-    """What lies in the cache is checked at every use, and said if it was bad."""
-    store.source().fetch("a").write_bytes(damage)
-    assert store.source().fetch("a").read_bytes() == CONTENT
-    assert store.downloads == 2
-    assert "damaged" in caplog.text
+    assert (store.downloads, "damaged" in caplog.text) == ((2, True) if damage else (1, False))
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(CONTENT[:-1], "has 1279999 bytes, not"), (CONTENT + b"x", "more than its"), (CONTENT[:-1] + b"!", "has sha256")],
-    ids=["short", "long", "other"],
+    [(CONTENT[:-1], "has 1279999 bytes, not"), (CONTENT[:-1] + b"!", "has sha256")],
+    ids=["short", "other"],
 )
 def test_what_is_not_the_pinned_file_is_refused(store, content, sentence):
     """Tried twice, then an error; nothing is left in the cache, and a repaired store works at once."""
@@ -433,19 +371,34 @@ def test_a_store_that_fails_is_a_clear_error_without_secrets(store):
     assert "secret" not in caught.value.message
 
 
+class Endless(io.BytesIO):
+    """A remote file without an end, that says what is read of it."""
+
+    def __init__(self, on_read: Callable[[int], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+
+    def read(self, nbytes: int) -> bytes:
+        self._on_read(nbytes)
+        return bytes(nbytes)
+
+
 def test_an_endless_download_stops_at_the_pinned_size(store, monkeypatch):
     """A store that sends more than was declared cannot fill the disk."""
-    sent_bytes = []
-
-    class Endless(io.BytesIO):
-        def read(self, nbytes: int) -> bytes:
-            sent_bytes.append(nbytes)
-            return bytes(nbytes)
-
-    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Endless())
+    sent_bytes: list[int] = []
+    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Endless(sent_bytes.append))
     with pytest.raises(LoraError, match="more than"):
         store.source().fetch("a")
     assert sum(sent_bytes) <= 2 * (len(CONTENT) + max(sent_bytes))
+
+
+def test_closing_ends_a_running_download(store, monkeypatch):
+    """Shut-down does not wait for gigabytes: the download fails at its next chunk."""
+    source = store.source()
+    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Endless(lambda _: source.close()))
+    with pytest.raises(EngineStopped):
+        source.fetch("a")
+    assert store.left_over() == []
 
 
 def test_left_overs_of_a_killed_process_are_removed(store):
@@ -500,28 +453,6 @@ def test_processes_download_an_entry_once(store, tmp_path):
     assert (tmp_path / "log").read_text() == "download\n"
 
 
-def test_closing_ends_a_running_download(store, monkeypatch):
-    """Shut-down does not wait for gigabytes: the download fails at its next chunk."""
-    source = store.source()
-    began, go_on = threading.Event(), threading.Event()
-
-    class Slow(io.BytesIO):
-        def read(self, nbytes: int) -> bytes:
-            began.set()
-            assert go_on.wait(60)
-            return super().read(1000)
-
-    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Slow(CONTENT))
-    with ThreadPoolExecutor(1) as pool:
-        fetch = pool.submit(source.fetch, "a")
-        assert began.wait(60)
-        source.close()
-        go_on.set()
-        with pytest.raises(EngineStopped):
-            fetch.result(60)
-    assert store.left_over() == []
-
-
 def test_a_cache_that_can_not_be_written_is_a_clear_error(store, tmp_path):
     """The operator reads what is wrong with the node."""
     blocker = put(tmp_path, "file")
@@ -535,15 +466,9 @@ def test_a_cache_that_can_not_be_written_is_a_clear_error(store, tmp_path):
     [{"sha256": "abc"}, {"sha256": "A" * 64}, {"nbytes": 0}, {"nbytes": 1 << 50}, {"path": "../x"}, {"path": ""}],
     ids=str,
 )
-def test_entries_are_checked_when_they_are_configured(bad):
-    """A wrong pin is found at start, not at the first request."""
-    good = {"path": "a", "sha256": "0" * 64, "nbytes": 1}
-    RemoteEntry(**good)
+def test_entries_are_checked_when_they_are_configured(bad, tmp_path):
+    """A wrong pin, or a name that nobody could ask for, is found at start, not at the first request."""
     with pytest.raises(ValueError):
-        RemoteEntry(**{**good, **bad})
-
-
-def test_names_are_checked_when_they_are_configured(tmp_path):
-    """An entry that nobody could ask for is a configuration error."""
+        RemoteEntry(**{"path": "a", "sha256": "0" * 64, "nbytes": 1, **bad})
     with pytest.raises(ValueError, match="no valid LoRA name"):
         RemoteSource("memory://x", {"../a": entry()}, cache_folder=tmp_path)
