@@ -70,6 +70,7 @@ class AsgiCall:
     ) -> None:
         self.chunks: list[bytes] = []
         self.status: int | None = None
+        self.headers: dict[str, str] = {}
         self._gone = asyncio.Event()
         self._arrived = asyncio.Event()
         self.requests = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
@@ -92,6 +93,7 @@ class AsgiCall:
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
         elif message.get("body"):
             self.chunks.append(message["body"])
             self._arrived.set()
