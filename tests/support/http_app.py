@@ -44,11 +44,16 @@ def make_client(service: FakeImageService, settings: HttpSettings | None = None)
     return TestClient(make_app(service, settings), raise_server_exceptions=False)
 
 
+def saved(image: Image.Image, kind: str = "PNG") -> bytes:
+    """An image as a file."""
+    out = io.BytesIO()
+    image.save(out, kind)
+    return out.getvalue()
+
+
 def png(width: int = 16, height: int = 16, colour: tuple[int, int, int] = (200, 10, 30)) -> bytes:
     """A one-coloured PNG."""
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), colour).save(out, "PNG")
-    return out.getvalue()
+    return saved(Image.new("RGB", (width, height), colour))
 
 
 def b64(raw: bytes) -> str:

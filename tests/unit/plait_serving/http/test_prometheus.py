@@ -259,7 +259,7 @@ def test_promtool_has_nothing_against_what_is_counted():
     images = make_client(FakeImageService(failures={"busy": Overloaded("full")}))
     for prompt in ("x", "busy"):
         images.post(URL, json={"prompt": prompt})
-    ranking = make_ranking_client(settings=HttpSettings())
+    ranking = make_ranking_client()
     ranking.post(INFER, json=as_json(arrays()))
     of_images, of_rankings = ("request_duration", "stage"), ("rank_request_duration", "rank_duration")
     for client, names in ((images, of_images), (ranking, of_rankings)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.service import AliasCard
-from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png
+from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png, saved
 from support.waiting import until
 
 ON = HttpSettings(a1111_api=True)
@@ -51,13 +50,6 @@ def client(service):
 
 def basic(password, name="me"):
     return {"authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
-
-
-def saved(image):
-    """An image as a file."""
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
 
 
 def told(answer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
@@ -24,23 +23,10 @@ SLEEP = "/v1/models/emoji/sleep"
 LOCAL = "127.0.0.1:8000"
 
 
-_made: dict[int, tuple[HttpSettings, FakeImageService, FastAPI]] = {}
-
-
-def served(settings: HttpSettings) -> tuple[FakeImageService, FastAPI]:
-    """An application takes longer to make than to ask."""
-    if id(settings) not in _made:
-        service = FakeImageService()
-        _made[id(settings)] = (settings, service, make_app(service, settings))
-    _, service, app = _made[id(settings)]
-    service.asleep.clear()
-    return service, app
-
-
 def asked(settings: HttpSettings, *, host=LOCAL, scheme="http", method="POST", path=SLEEP, **headers):
     """The status and code of a request that puts the model to sleep, and whether it did."""
-    service, app = served(settings)
-    client = TestClient(app, base_url=f"{scheme}://{host}", raise_server_exceptions=False)
+    service = FakeImageService()
+    client = TestClient(make_app(service, settings), base_url=f"{scheme}://{host}", raise_server_exceptions=False)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     answer = client.request(method, path, headers=sent)
     code = answer.json()["error"]["code"] if answer.is_error and answer.content else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from plait_serving.http.images import edit_body
 from plait_serving.http.images.schemas import EditResponse
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.stored_text import read_parameters
-from support.http_app import b64, make_client, pixels, png
+from support.http_app import b64, make_client, pixels, png, saved
 
 URL = "/v1/images/edits"
 LEFT = np.repeat([[255] * 8 + [0] * 8], 16, axis=0).astype(np.uint8)
@@ -40,9 +39,7 @@ def form(client, files=None, **fields):
 
 def picture(array, kind="PNG"):
     """An array as a file."""
-    out = io.BytesIO()
-    Image.fromarray(array).save(out, kind)
-    return out.getvalue()
+    return saved(Image.fromarray(array), kind)
 
 
 def half_clear(width=16):

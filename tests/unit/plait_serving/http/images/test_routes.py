@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import math
 import threading
@@ -29,7 +28,7 @@ from plait_serving.http.edge.errors import ErrorBody
 from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits
-from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png
+from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, saved
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}
@@ -150,10 +149,9 @@ def test_preprocess_runs_the_controlnets_own_preprocessor_on_the_resized_picture
 
 def test_transparency_means_nothing_in_a_map_and_white_in_a_picture(client, service):
     """A map's clear pixels are black; an ordinary image's are white (inverted: black) before its map is made."""
-    out = io.BytesIO()
-    Image.new("RGBA", (16, 16), (9, 9, 9, 0)).save(out, "PNG")
+    clear = b64(saved(Image.new("RGBA", (16, 16), (9, 9, 9, 0))))
     for preprocess in (False, True):
-        post(client, controlnets=[{"name": "edges", "image": b64(out.getvalue()), "preprocess": preprocess}])
+        post(client, controlnets=[{"name": "edges", "image": clear, "preprocess": preprocess}])
         assert (service.submitted[-1].controlnets[0].image == 0).all()
 
 
@@ -415,17 +413,22 @@ async def test_a_client_that_goes_while_it_sends_hurts_nobody(path, caplog):
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_a_service_that_ends_without_a_result_is_a_503():
-    """A generator that just stops is told as a stopped engine, not as a hang or a bug."""
+@pytest.mark.parametrize(
+    ("error", "status", "code"), [(None, 503, EngineStopped.code), (ValueError("secret"), 500, "internal_error")]
+)
+def test_a_service_that_ends_without_a_result_or_raises_is_told_as_that(error, status, code):
+    """As a stopped engine and as a bug, not as a hang."""
 
     class Silent(FakeImageService):
         async def generate(self, request):
+            if error is not None:
+                raise error
             return
             yield
 
     answer = post(make_client(Silent()))
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == EngineStopped.code
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert "secret" not in answer.text
 
 
 @pytest.mark.parametrize(

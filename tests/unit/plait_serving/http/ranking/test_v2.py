@@ -327,7 +327,7 @@ def test_a_server_has_only_the_routes_of_what_it_has():
 
 def test_metrics_count_rankings():
     """By model: how many, where the time went, candidates, bytes; and what the ranker itself counts."""
-    client = make_client(settings=HttpSettings())
+    client = make_client()
     for candidates in (3, 5):
         client.post(INFER, json=as_json(arrays(candidates)))
     client.post(INFER, json={})
