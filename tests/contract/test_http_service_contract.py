@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from fakes.engine import FakeProvider
 from fakes.images import FAKE_CATALOG, FakeImageService
-from plait_serving.diffusion.errors import Cancelled, NumericalError, Overloaded
-from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
+from plait_serving.diffusion.errors import Cancelled, EngineStopped, LoraError, NumericalError, Overloaded
+from plait_serving.diffusion.values import Failed, Finished, LoraRef, Preview, Progress
 from plait_serving.images.local import LocalImageService
 from support.engine import Rig, request
 from support.waiting import until
@@ -21,12 +22,12 @@ FAILURES = {"busy": Overloaded("full", retry_after_s=2.0), "nan": NumericalError
 
 @pytest.fixture
 def rig():
-    """`rig(before)` builds an engine of slow steps, which is stopped at the end; `before` is called with a request and
-    its sink when it is submitted."""
+    """`rig(before, **more)` builds an engine of slow steps, which is stopped at the end; `before` is called with a
+    request and its sink when it is submitted."""
     made = []
 
-    def build(before=lambda asked, sink: None):
-        made.append(Rig(gate=lambda: time.sleep(STEP_S)))
+    def build(before=lambda asked, sink: None, **more):
+        made.append(Rig(gate=lambda: time.sleep(STEP_S), **more))
         engine = made[-1].engine
         submit = engine.submit
 
@@ -68,10 +69,11 @@ async def collect(service, asked):
 
 
 async def test_events_come_in_order_and_end_with_the_result(subject):
-    """Progress counts up, the last event is Finished, and there is nothing after it."""
-    events = await collect(subject[0], request(partial_images=1, wants_progress=True))
-    assert [event.step for event in events if isinstance(event, Progress)] == [1, 2, 3, 4]
-    assert sum(isinstance(event, Preview) for event in events) == 1
+    """Progress counts up, previews are spread over the steps, the last event is Finished, and nothing is after it."""
+    events = await collect(subject[0], request(steps=12, partial_images=3, wants_progress=True))
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 13))
+    previews = [(event.index, event.step) for event in events if isinstance(event, Preview)]
+    assert previews == [(0, 3), (1, 6), (2, 9)]
     assert [event for event in events if isinstance(event, Finished | Failed)] == events[-1:]
     assert events[-1].result.seeds == (10,)
 
@@ -138,6 +140,31 @@ async def test_a_reader_that_goes_during_submit_leaves_no_work_behind(rig):
         await task
     may_submit.set()
     await until(lambda: made.engine.statistics().cancelled == 1)
+
+
+async def test_a_full_queue_and_a_stop_are_told(rig):
+    """With the time to come back; who still waits when the engine stops, and who comes later, hears that."""
+    made = rig(queue_limit=1)
+    service = local(made)
+    running = asyncio.create_task(collect(service, request(steps=1000)))
+    await until(lambda: bool(made.denoiser.calls))
+    full = (await collect(service, request()))[-1].error
+    assert isinstance(full, Overloaded)
+    assert full.retry_after_s >= 1
+    await asyncio.to_thread(made.engine.stop, drain_s=0)
+    for events in (await running, await collect(service, request())):
+        assert isinstance(events[-1].error, EngineStopped)
+
+
+@pytest.mark.parametrize("name", ["unreadable", "unmergeable"])
+async def test_a_lora_that_can_not_be_used_fails_its_request_alone(rig, name):
+    """Whether it fails while it loads or while it is merged."""
+    provider = FakeProvider(["unreadable", "unmergeable"], failing=["unreadable"])
+    service = local(rig(provider=provider, broken=frozenset({"unmergeable"})))
+    asked = (request("a", loras=(LoraRef(name=name),)), request("b"))
+    failed, fine = await asyncio.gather(*(collect(service, each) for each in asked))
+    assert isinstance(failed[-1].error, LoraError)
+    assert isinstance(fine[-1], Finished)
 
 
 def test_events_after_the_readers_loop_has_closed_are_dropped(rig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import math
@@ -28,6 +29,7 @@ from plait_serving.http.edge.errors import ErrorBody
 from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits
+from plait_serving.images.stored_text import read_parameters
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, saved
 
 URL = "/v1/images/generations"
@@ -123,6 +125,18 @@ def test_the_answer_holds_the_pictures_and_how_to_make_them_again(client, servic
     assert body.id == answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(("output_format", "begins"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8"), ("webp", b"RIFF")])
+def test_each_output_format_with_its_parameters(client, output_format, begins):
+    """The bytes are of the format that was asked for, and carry the parameters as A1111 does."""
+    body = post(client, output_format=output_format, seed=9, loras=[{"name": "noto", "scale": 0.8}]).json()
+    raw = base64.b64decode(body["data"][0]["b64_json"])
+    assert raw.startswith(begins)
+    assert body["output_format"] == output_format
+    assert read_parameters(raw) == (
+        "red apple <lora:noto:0.8>\nSteps: 4, Sampler: Euler, CFG scale: 7.5, Seed: 9, Size: 16x16, Model: emoji"
+    )
+
+
 def test_output_compression_is_jpegs_quality_and_ignored_for_png(client):
     """A lower quality is a smaller JPEG; a PNG names the field as ignored."""
     sizes = [len(post(client, output_format="jpeg", seed=1, output_compression=q).content) for q in (5, 100)]
@@ -171,6 +185,7 @@ BAD = [
     ({"negative_prompt": "a\x00"}, "negative_prompt"),
     ({"model": "a\x00"}, "model"),
     ({"model": "m" * 1025}, "model"),
+    ({"n": 0}, "n"),
     ({"n": 11}, "n"),
     ({"n": True}, "n"),
     ({"n": 2, "stream": True}, "n"),
@@ -183,14 +198,17 @@ BAD = [
     ({"output_format": "svg"}, "output_format"),
     ({"partial_images": 1}, "partial_images"),
     ({"partial_images": 4, "stream": True}, "partial_images"),
+    ({"num_inference_steps": 0}, "num_inference_steps"),
     ({"num_inference_steps": 51}, "num_inference_steps"),
     ({"num_inference_steps": 10**30}, "num_inference_steps"),
     ({"guidance_scale": NAN}, "guidance_scale"),
     ({"guidance_scale": 101}, "guidance_scale"),
     ({"guidance_scale": 10**400}, "guidance_scale"),
+    ({"seed": -2}, "seed"),
     ({"seed": MAX_SEED + 1}, "seed"),
     ({"seed": MAX_SEED, "n": 2}, "seed"),
     ({"scheduler": "euler_b"}, "scheduler"),
+    ({"deadline_ms": 0}, "deadline_ms"),
     ({"loras": [LORA] * 65}, "loras"),
     ({"loras": [{"name": f"l{i}"} for i in range(9)]}, "loras"),
     ({"loras": ["noto"]}, "loras.0"),
