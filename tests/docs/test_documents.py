@@ -6,13 +6,7 @@ import re
 import subprocess
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from docs.commands import USUAL_URL, DocumentShell
-from support.app_server import AppServer
 from support.documents import FENCE, FOLDERS, GUIDES, PAGES, ROOT, blocks_of, read
 
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
@@ -101,24 +95,3 @@ def test_blocks_and_links_are_found():
     assert (second.file, second.reason) == ("shop.py", None)
     assert anchors(text) == {"a-b--c"}
     assert links(text) == ["y.md#z", "p.png"]
-
-
-def test_a_shell_answers_for_plait_and_curl(tmp_path):
-    """A command's output, exit code and redirections are the shell's; curl asks the server at hand."""
-    shell = DocumentShell(tmp_path)
-
-    async def echo(request: Request) -> Response:
-        return Response(await request.body() + request.headers["x-a"].encode(), status_code=200)
-
-    app = AppServer(Starlette(routes=[Route("/echo", echo, methods=["POST"])]))
-    try:
-        shell.url = f"http://127.0.0.1:{app.port}"
-        assert "plait" in shell.run("plait --version > v.txt && cat v.txt")
-        with pytest.raises(AssertionError, match="exit code 2"):
-            shell.run("plait nonsense")
-        assert shell.run(f"printf b > f; curl -s {USUAL_URL}/echo -H 'x-a: a' -d @f") == "ba"
-        with pytest.raises(AssertionError, match="exit code"):
-            shell.run(f"curl -sfS {USUAL_URL}/nothing")
-    finally:
-        app.stop()
-        shell.close()

@@ -124,8 +124,9 @@ def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> N
             shell.run("plait --help")
         shell.run("pip install .")
         assert "serve" in shell.run("plait --help")
-        with pytest.raises(AssertionError, match="exit code 99"):
-            shell.run("exit 99")
+        for command, code in (("plait nonsense", 2), (f"curl -s {USUAL_URL}/nothing; true", "")):
+            with pytest.raises(AssertionError, match=f"exit code {code}"):
+                shell.run(command)
     finally:
         shell.close()
 

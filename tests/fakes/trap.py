@@ -1,8 +1,20 @@
-"""An address that nobody may call: what requests that are forged for a server would reach."""
+"""What nobody may set off: an address that requests forged for a server would reach, and a pickle that runs."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+from typing import Any
+
+
+class Payload:
+    """What a pickle or a module could do: leave a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.mark,))
 
 
 class Trap:

@@ -148,11 +148,14 @@ def test_any_json(value):
     _check(json.dumps(value).encode())
 
 
+FORM = "multipart/form-data; boundary=B"
+
+
 @settings(max_examples=150)
-@given(st.binary(max_size=300))
-def test_any_bytes(content):
-    """Bytes that are no JSON at all."""
-    assert _check(content) == 400
+@given(st.binary(max_size=300), st.sampled_from([(URL, "application/json"), (EDITS_URL, FORM)]))
+def test_any_bytes(content, route):
+    """Bytes that are no JSON at all, and no form."""
+    assert _check(content, *route) == 400
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -171,11 +174,4 @@ def test_any_form(parts, is_whole, cut):
     """Fields and files of any name and content, and forms that are cut off."""
     ordinary = [("prompt", b"x", False), ("image", png(16, 8), True)]
     content = _form(ordinary + parts)
-    _check(content if is_whole else content[: len(content) - cut], EDITS_URL, "multipart/form-data; boundary=B")
-
-
-@settings(max_examples=100)
-@given(st.binary(max_size=300))
-def test_any_bytes_as_a_form(content):
-    """Bytes that are no form."""
-    assert _check(content, EDITS_URL, "multipart/form-data; boundary=B") == 400
+    _check(content if is_whole else content[: len(content) - cut], EDITS_URL, FORM)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Unsatisfiable
 
 from fakes.images import FakeImageService
 from fakes.ranking import fake_rankers
@@ -45,9 +43,10 @@ def test_every_answer_is_documented(api: Any) -> None:
 
     calls: Counter[tuple[str, int]] = Counter()
     for found in api.get_all_operations():
-        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            with suppress(Unsatisfiable):  # what takes nothing can be given nothing wrong
-                ask(found.ok().as_strategy(generation_mode=mode), calls)
+        operation = found.ok()
+        ask(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), calls)
+        if any(map(len, (operation.query, operation.headers, operation.body))):  # nothing is wrong in a path
+            ask(operation.as_strategy(generation_mode=GenerationMode.NEGATIVE), calls)
     assert sum(calls.values()) >= MIN_CALLS, calls
     assert {status for _, status in calls} >= {200, 400, 404}, calls
     assert len({operation for operation, status in calls if status < 300}) > 15, calls

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
@@ -21,6 +20,7 @@ import pytest
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
+from fakes.trap import Payload
 from plait.doctor.sockets import ray_listeners
 from support.server import FAKE, PlaitServer, free_port
 
@@ -28,16 +28,6 @@ pytestmark = pytest.mark.cluster
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 CLOSED_BY_S = 120.0  # the patience of the listeners is 10 s; this machine may be busy
-
-
-class Payload:
-    """A pickle that leaves a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.mark,))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from fakes import ranking_model as kit
+from fakes.trap import Payload
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import AuthFailed, Channel, FabricError, RecvTimeout, connect, listen, new_secret
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
@@ -25,16 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle", "zmq",
               "multiprocessing"}  # fmt: skip
 WAIT_S = 60.0
-
-
-class Payload:
-    """A pickle that leaves a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.mark,))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
@@ -13,14 +12,13 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
 from fakes.trap import Trap
-from support.http_app import b64, make_client, png
+from support.http_app import b64, make_client, png, saved
 
 URL = "/v1/images/generations"
 
@@ -63,14 +61,18 @@ def header_only(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
+def sixteen_megapixels() -> str:
+    return b64(saved(Image.new("RGB", (4000, 4000))))
+
+
 BOMBS = [(60_000, 60_000), (8193, 8), (2**31 - 1, 2**31 - 1), (4001, 4000)]
 
 GREW = """
-import io, json, re
-import numpy as np
-from PIL import Image
+import json, re
 from pathlib import Path
-from security.test_images import BOMBS, FakeImageService, ask, b64, header_only, make_client, png
+from security.test_images import (
+    BOMBS, FakeImageService, ask, b64, header_only, make_client, png, sixteen_megapixels
+)
 
 def peak():  # not `ru_maxrss`: that begins with what the parent had
     return int(re.search("VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
@@ -83,9 +85,7 @@ def grew(*requests):
 client = make_client(FakeImageService())
 grew(([b64(png())], 200), ([b64(b"no image")], 400))  # whatever is loaded for the first time
 bombs = grew(*(([b64(header_only(*size))], 400) for size in BOMBS))
-out = io.BytesIO()
-Image.fromarray(np.zeros((4000, 4000, 3), np.uint8)).save(out, "PNG")
-large = b64(out.getvalue())
+large = sixteen_megapixels()
 grew(([large], 200))
 print(json.dumps({"bombs": bombs, "four": grew(([large] * 4, 200))}))
 """
@@ -180,9 +180,7 @@ def test_cve_2026_100650_media_are_decoded_after_the_limits(client: TestClient) 
 def test_cve_2026_130686_many_images_in_one_request(client: TestClient, grew: dict[str, int]) -> None:
     """vLLM bounded each image but not all of a request: here their number is bounded, and of those that are allowed
     only one is decoded at a time. Each of these is 16 MP, the most that is allowed, and 48 KB."""
-    out = io.BytesIO()
-    Image.fromarray(np.zeros((4000, 4000, 3), np.uint8)).save(out, "PNG")
-    large = b64(out.getvalue())
+    large = sixteen_megapixels()
     assert ask(client, *[large] * 64).status_code == 400
     assert ask(client, *[large] * 65).status_code == 400
     assert grew["four"] < 96 << 20  # all four would be 192 MB

@@ -38,33 +38,31 @@ PATHS = (
     "..",
     ".",
     "/etc/passwd",
-    "a/b",
-    "a\\b",
     "..\\..\\windows",
     "%2e%2e%2fetc%2fpasswd",
     "..%2f..%2fetc%2fpasswd",
     "noto/../noto",
     "noto\x00.safetensors",
-    "noto.safetensors/..",
     "~root",
     "file:///etc/passwd",
     "http://127.0.0.1/x",
     "noto\n",
 )
-
-
 NAMES_OF_LORAS = ("%2e%2e%2fetc%2fpasswd", "..%2f..%2fetc%2fpasswd", "~root")
 """Those of them that a LoRA may have: there is just none of that name."""
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> TestClient:
-    """A server of everything."""
+def server_of_everything(tmp_path: Path, settings: HttpSettings) -> TestClient:
     desk = desk_in(tmp_path / "jobs", Threads())
     routers = (tuning_router(LocalTuningService(desk)),)
     ranking = LocalRankingService(fake_rankers())
-    app = create_app(FakeImageService(), HttpSettings(), ranking=ranking, routers=routers)
-    return TestClient(app, raise_server_exceptions=False)
+    app = create_app(FakeImageService(), settings, ranking=ranking, routers=routers)
+    return TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    return server_of_everything(tmp_path, HttpSettings())
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -257,12 +255,7 @@ def test_cve_2025_62727_ranges(client: TestClient) -> None:
 def test_cve_2025_62593_dns_rebinding(tmp_path: Path) -> None:
     """A web page could point its own name at 127.0.0.1 and drive Ray's dashboard: a server on loopback answers to its
     own names only, on every route, and changes nothing for a page of another name or port."""
-    desk = desk_in(tmp_path / "jobs", Threads())
-    settings = HttpSettings(allowed_hosts=LOOPBACK_HOSTS)
-    ranking = LocalRankingService(fake_rankers())
-    routers = (tuning_router(LocalTuningService(desk)),)
-    app = create_app(FakeImageService(), settings, ranking=ranking, routers=routers)
-    client = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
+    client = server_of_everything(tmp_path, HttpSettings(allowed_hosts=LOOPBACK_HOSTS))
     for method, path, _ in _operations(client):
         answer = client.request(method, path, headers={"host": "evil.example:8000"}, content=b"{}")
         assert (answer.status_code, "allowed_hosts" in answer.text) == (403, True), path

@@ -44,11 +44,16 @@ def make_client(service: FakeImageService, settings: HttpSettings | None = None)
     return TestClient(make_app(service, settings), raise_server_exceptions=False)
 
 
+def saved(image: Image.Image, kind: str = "PNG") -> bytes:
+    """An image as a file."""
+    out = io.BytesIO()
+    image.save(out, kind)
+    return out.getvalue()
+
+
 def png(width: int = 16, height: int = 16, colour: tuple[int, int, int] = (200, 10, 30)) -> bytes:
     """A one-coloured PNG."""
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), colour).save(out, "PNG")
-    return out.getvalue()
+    return saved(Image.new("RGB", (width, height), colour))
 
 
 def b64(raw: bytes) -> str:
@@ -70,6 +75,7 @@ class AsgiCall:
     ) -> None:
         self.chunks: list[bytes] = []
         self.status: int | None = None
+        self.headers: dict[str, str] = {}
         self._gone = asyncio.Event()
         self._arrived = asyncio.Event()
         self.requests = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
@@ -92,6 +98,7 @@ class AsgiCall:
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
         elif message.get("body"):
             self.chunks.append(message["body"])
             self._arrived.set()

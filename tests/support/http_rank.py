@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from fakes.ranking import FakeRanker, fake_rankers
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
 
 INFER = "/v2/models/picks/infer"
 HEADER = "inference-header-content-length"
 DATATYPES = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
 
 
-_shared: dict[str, ServedRanker] = {}
-
-
-@cache
-def _shared_app() -> FastAPI:
-    """Making an application takes longer than most tests; which ranker it has is looked up with every request."""
-    _shared.update(fake_rankers())
-    return create_app(None, HttpSettings(), ranking=LocalRankingService(_shared))
-
-
 def make_client(ranker: FakeRanker | None = None, settings: HttpSettings | None = None, **more: Any) -> TestClient:
-    """A server that only ranks; a 500 comes as an answer, as over a socket. With the default settings all clients share
-    one application, and the last one's ranker."""
-    models = fake_rankers(ranker, **more)
-    if settings is None:
-        app = _shared_app()
-        _shared.update(models)
-    else:
-        app = create_app(None, settings, ranking=LocalRankingService(models))
+    """A server that only ranks; a 500 comes as an answer, as over a socket."""
+    ranking = LocalRankingService(fake_rankers(ranker, **more))
+    app = create_app(None, settings or HttpSettings(), ranking=ranking)
     return TestClient(app, raise_server_exceptions=False)
 
 

@@ -1,49 +1,118 @@
-"""How a client finds replicas through Serve: what Serve has told this process costs no call."""
+"""How replicas and their clients find each other: listeners, left-over sockets, what is asked of Serve's handle."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID
 
+from plait_fabric import Unsupported, connect, listen, new_secret
 from plait_fabric.rpc.replicas import NoReplica, Replica
-from plait_serving.deployments import fabric_endpoints
-from plait_serving.deployments.fabric_endpoints import ServeReplicas
+from plait_serving.cores import remove_stale_sockets
+from plait_serving.deployments.fabric_endpoints import ServeReplicas, host_id, open_listeners
+
+SECRET = new_secret()
 
 
-def replica_id(name: str) -> ReplicaID:
-    return ReplicaID(unique_id=name, deployment_id=DeploymentID(name="cn", app_name="app"))
+def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
+    """A replica can be reached both ways with its secret."""
+    listeners = open_listeners(SECRET, kind="controlnet", ip_address="127.0.0.1", folder=tmp_path / "sockets")
+    assert [listener.address.partition(":")[0] for listener in listeners] == ["shm", "tcp"]
+    for listener in listeners:
+        with listener, connect(listener.address, secret=SECRET), listener.accept(60):
+            pass
+
+
+def test_listens_on_nixl_where_that_is_wanted(tmp_path: Path) -> None:
+    """With it and, for clients that lack it, on TCP; a replica that lacks it does not come up with less."""
+    where = {"kind": "rank", "ip_address": "127.0.0.1", "folder": tmp_path / "sockets", "between_hosts": "nixl"}
+    if importlib.util.find_spec("nixl_cu12") is None:
+        with pytest.raises(Unsupported, match="nixl"):
+            open_listeners(SECRET, **where)
+        return
+    listeners = open_listeners(SECRET, **where)
+    assert [listener.address.partition(":")[0] for listener in listeners] == ["shm", "nixl", "tcp"]
+    for listener in listeners:
+        listener.close()
+
+
+def test_without_shared_memory_tcp_is_enough(tmp_path: Path) -> None:
+    """A folder that cannot hold a socket costs the shared-memory address, not the start."""
+    (only,) = open_listeners(SECRET, kind="controlnet", ip_address="127.0.0.1", folder=tmp_path / ("long" * 40))
+    assert only.address.startswith("tcp:")
+    only.close()
+
+
+def test_sockets_of_killed_replicas_are_swept(tmp_path: Path) -> None:
+    """What a dead process left behind goes; what a living one uses, and what is not ours, stays."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = tmp_path / f"controlnet-{gone.pid}-abc123"
+    own, foreign = tmp_path / f"controlnet-{os.getpid()}-abc123", tmp_path / "controlnet-notes"
+    for path in (left, own, foreign):
+        path.touch()
+    remove_stale_sockets(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([own, foreign])
 
 
 class Handle:
-    """Serve's handle of a deployment with these replicas."""
+    """What `ServeReplicas` uses of a Serve handle; its replicas answer with what they are given, or raise it. Serve has
+    told this process of some of them."""
 
-    def __init__(self, *names: str) -> None:
-        self.ids = [replica_id(name) for name in names]
-        self.calls = 0
-        routing = SimpleNamespace(curr_replicas=dict.fromkeys(self.ids))
+    def __init__(self, answers: list[object] | Exception, known: tuple[ReplicaID, ...] = ()) -> None:
+        self.answers, self.calls = answers, 0
+        routing = SimpleNamespace(curr_replicas=dict.fromkeys(known))
         self._router = SimpleNamespace(_asyncio_router=SimpleNamespace(_request_router=routing))
 
-    def broadcast(self, method: str) -> Any:
+    def broadcast(self, method: str) -> Handle:
         assert method == "describe"
         self.calls += 1
+        if isinstance(self.answers, Exception):
+            raise self.answers
         return self
 
-    def results(self, **_: Any) -> Sequence[Replica]:
-        return [Replica(name=it.to_full_id_str(), host="h", addresses=("tcp://x",), secret=b"") for it in self.ids]
+    def results(self, *, timeout_s: float, return_exceptions: bool) -> list[object]:
+        with pytest.raises(RuntimeError):  # as Serve's own does
+            asyncio.get_running_loop()
+        assert return_exceptions
+        assert timeout_s > 0
+        assert not isinstance(self.answers, Exception)
+        return self.answers
 
 
-def test_to_look_for_another_replica_costs_no_call_if_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients look all the time, since the number of replicas may change; one that is new is found."""
-    monkeypatch.setattr(fabric_endpoints, "dial", lambda address, secret: SimpleNamespace())
-    handle = Handle("a", "b")
-    replicas = ServeReplicas("CNs", handle)
-    connected = frozenset(it.to_full_id_str() for it in handle.ids)
-    with pytest.raises(NoReplica, match="there is no other replica"):
-        replicas.connect(connected)
-    assert handle.calls == 0
-    assert replicas.connect(frozenset({handle.ids[0].to_full_id_str()})).replica == handle.ids[1].to_full_id_str()
-    assert handle.calls == 1
+def test_to_look_for_another_replica_costs_no_call_if_there_is_none() -> None:
+    """A replica that fails to describe itself does not hide the others; one of those is dialled. Clients look all the
+    time, since the number of replicas may change: what Serve has told this process costs no call."""
+    ids = [ReplicaID(unique_id=name, deployment_id=DeploymentID(name="cn", app_name="app")) for name in ("a", "b")]
+    one, other = (each.to_full_id_str() for each in ids)
+    with listen("tcp://127.0.0.1:0", secret=SECRET) as listener:
+        well = Replica(name=other, host=host_id(), addresses=(listener.address,), secret=SECRET)
+        handle = Handle([RuntimeError("died"), well], tuple(ids))
+        replicas = ServeReplicas("edges", handle, chance=random.Random(0))
+        with pytest.raises(NoReplica, match="there is no other replica"):
+            replicas.connect(frozenset({one, other}))
+        assert handle.calls == 0
+        link = replicas.connect(frozenset({one}))
+        assert (link.replica, handle.calls) == (other, 1)
+        link.channel.close()
+
+
+async def test_asking_works_inside_an_event_loop() -> None:
+    """A Serve constructor runs on an event loop, where Serve refuses to wait for results; asking works there too."""
+    replica = Replica(name="r", host="h", addresses=(), secret=b"")
+    assert ServeReplicas("edges", Handle([replica])).replicas() == [replica]
+
+
+@pytest.mark.parametrize("answers", [[], [RuntimeError("died")], TimeoutError("late"), RuntimeError("no deployment")])
+def test_no_replica_is_unavailable(answers: list[object] | Exception) -> None:
+    """Whatever Serve says when there is nobody becomes `NoReplica`, which clients tell as their own."""
+    with pytest.raises(NoReplica, match="edges"):
+        ServeReplicas("edges", Handle(answers)).connect(frozenset())

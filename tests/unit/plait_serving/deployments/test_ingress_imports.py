@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from plait_serving.deployments.lazy import LAZY
+
 PICTURES_ALONE = """
 from unittest.mock import Mock
 import plait.app, plait.http_settings, plait.tuning.service.actor, plait.tuning.service.http
@@ -24,29 +26,25 @@ ENGINE = """
 import plait_serving.deployments.images.engine, plait_serving.deployments.images.hosted
 import plait_serving.diffusion.families.unet.family
 """
+BUILDING = "from plait.app import AppArgs, build\nbuild(AppArgs())"
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
 
 
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        (PICTURES_ALONE, (*LIBRARIES, "torch", "scipy")),
-        (PICTURES_ALONE, ("plait_deploy.placement.policies", "plait_disagg.values")),
+        (PICTURES_ALONE, (*LIBRARIES, "torch", "scipy", "plait_deploy.placement.policies", "plait_disagg.values")),
+        (BUILDING, ("torch", *(target.partition(":")[0] for target in LAZY))),
         (ENGINE, ("plait_fabric",)),
         (RANKING, (*LIBRARIES, "sklearn")),
         (GENERATE, (*LIBRARIES, "torch", "scipy", "ray")),
     ],
-    ids=[
-        "ingress and command",
-        "ours in these",
-        "an engine without ControlNet services",
-        "ranking",
-        "generate, until the order is checked",
-    ],
+    ids=["ingress and command", "build", "engine without ControlNet services", "ranking", "order of generate"],
 )
 def test_a_process_loads_nothing_that_it_does_not_need(code, absent) -> None:
     """Libraries take seconds to load and much memory: torch only for those who hold tensors, the rest for the engine.
-    Of ours, what belongs to ranking or to placement's study stays away."""
+    Of ours, what belongs to ranking or to placement's study stays away, and what deployments stand for
+    (`deployments/lazy.py`) where the application is built."""
     refuse = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"  # whoever imports one of them fails
     done = subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
 from collections.abc import AsyncGenerator
 from importlib import import_module
 from typing import Protocol
 
-import cloudpickle
 import pytest
-from ray import serve
 
 from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker, LazyReplica
 
@@ -40,30 +36,6 @@ def test_a_lazy_class_has_exactly_its_targets_methods(lazy):
     assert {name: kind(it) for name, it in public(lazy).items()} == {name: kind(it) for name, it in target.items()}
     for name, method in public(lazy).items():
         assert list(inspect.signature(method).parameters) == list(inspect.signature(target[name]).parameters)
-
-
-@pytest.mark.parametrize("lazy", LAZY)
-def test_a_lazy_class_travels_by_name(lazy):
-    """Serve pickles it on its way to the replica: as a reference, without anything of the builder's process."""
-    again = cloudpickle.loads(cloudpickle.dumps(lazy))
-    assert again is lazy
-    assert len(cloudpickle.dumps(lazy)) < 200
-    assert serve.deployment(lazy).func_or_class is not None
-
-
-def test_building_the_application_imports_no_target():
-    """Neither torch nor the modules that hold models are there where the application is built."""
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from plait.app import AppArgs, build\n"
-        "build(AppArgs())\n"
-        "print(*(name for name in sys.modules if name.startswith('plait_serving.deployments.')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "plait_serving.deployments.lazy" in done.stdout
-    for lazy in LAZY:
-        assert lazy.target.partition(":")[0] not in done.stdout.split()
 
 
 class Target:

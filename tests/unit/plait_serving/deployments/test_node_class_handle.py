@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 
 from plait_serving.deployments.node_class_handle import PlacedHandle
@@ -24,7 +26,7 @@ class Handle:
         self.looks += 1
         if not self.replicas:
             raise RuntimeError("no replica")
-        return Answers([(self.name, number, method, *arguments) for number in range(self.replicas)])
+        return answering(*((self.name, number, method, *arguments) for number in range(self.replicas)))
 
     @property
     def generate(self):
@@ -35,14 +37,9 @@ class Handle:
         return self.name
 
 
-class Answers:
+def answering(*answers):
     """What a broadcast returns."""
-
-    def __init__(self, answers):
-        self.answers = answers
-
-    def results(self, *, timeout_s=None, return_exceptions=False):
-        return self.answers
+    return SimpleNamespace(results=lambda **_: answers)
 
 
 def test_a_broadcast_reaches_all_replicas_of_all_deployments():
@@ -57,7 +54,7 @@ def test_an_error_among_the_answers_is_raised_unless_it_was_asked_for():
 
     class Failing(Handle):
         def broadcast(self, method, *arguments):
-            return Answers([ValueError("no")])
+            return answering(ValueError("no"))
 
     handle = PlacedHandle({"a": Failing("a", 1)})
     assert isinstance(handle.broadcast("x").results(return_exceptions=True)[0], ValueError)
@@ -86,8 +83,6 @@ def test_requests_go_only_where_replicas_are_and_follow_them():
 
 def test_a_handle_can_be_pickled_before_and_while_it_is_used():
     """The application is pickled on its way to the ingress, and again there: Serve looks what a replica calls."""
-    import cloudpickle
-
     handle = PlacedHandle({"a": Handle("a", 1)})
     for _ in range(2):
         there = cloudpickle.loads(cloudpickle.dumps(handle))

@@ -43,54 +43,41 @@ async def settled(gauges, done):
     raise AssertionError(text)
 
 
-def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
+async def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
     """Also a deployment that has no replica; and nobody is asked twice within seconds."""
-
-    async def run():
-        there = Handle([said(0.6), TimeoutError()])
-        models = {"engine": there, "edges": Handle(None), "cn": Handle([])}
-        gauges = NodeGauges(models, nodes=lambda: NODES, clock=lambda: 1.0)
-        text = await settled(gauges, lambda text: "idle_gpus{" in text)
-        assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
-        assert f'plait_node_stranded_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
-        await gauges.families()
-        assert there.asked == 1  # the clock stands still
-
-    asyncio.run(run())
+    there = Handle([said(0.6), TimeoutError()])
+    models = {"engine": there, "edges": Handle(None), "cn": Handle([])}
+    gauges = NodeGauges(models, nodes=lambda: NODES, clock=lambda: 1.0)
+    text = await settled(gauges, lambda text: "idle_gpus{" in text)
+    assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
+    assert f'plait_node_stranded_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
+    await gauges.families()
+    assert there.asked == 1  # the clock stands still
 
 
-def test_without_gpus_nobody_is_asked():
+async def test_without_gpus_nobody_is_asked():
     """The families are there, empty."""
-
-    async def run():
-        handle = Handle([])
-        looked = []
-        cpus = [{**NODES[0], "Resources": {"CPU": 4.0}}]
-        gauges = NodeGauges({"engine": handle}, nodes=lambda: looked.append(1) or cpus)
-        text = await settled(gauges, lambda _: looked)
-        assert handle.asked == 0
-        assert text.count("# TYPE plait_node_") == 3
-
-    asyncio.run(run())
+    handle = Handle([])
+    looked = []
+    cpus = [{**NODES[0], "Resources": {"CPU": 4.0}}]
+    gauges = NodeGauges({"engine": handle}, nodes=lambda: looked.append(1) or cpus)
+    text = await settled(gauges, lambda _: looked)
+    assert handle.asked == 0
+    assert text.count("# TYPE plait_node_") == 3
 
 
-def test_nodes_that_cannot_be_asked_leave_what_was_known():
+async def test_nodes_that_cannot_be_asked_leave_what_was_known():
     """An error is logged, and the text stays."""
+    looked = []
 
-    async def run():
-        looked = []
+    def nodes():
+        looked.append(1)
+        if len(looked) > 1:
+            raise RuntimeError("Ray does not answer")
+        return NODES
 
-        def nodes():
-            looked.append(1)
-            if len(looked) > 1:
-                raise RuntimeError("Ray does not answer")
-            return NODES
-
-        now = iter(range(0, 10_000, 100))
-        handle = Handle([said(0.6)])
-        gauges = NodeGauges({"engine": handle}, nodes=nodes, clock=lambda: next(now))
-        text = await settled(gauges, lambda text: "idle_gpus{" in text)
-        await settled(gauges, lambda _: len(looked) > 2)
-        assert exposition(await gauges.families()) == text
-
-    asyncio.run(run())
+    now = iter(range(0, 10_000, 100))
+    gauges = NodeGauges({"engine": Handle([said(0.6)])}, nodes=nodes, clock=lambda: next(now))
+    text = await settled(gauges, lambda text: "idle_gpus{" in text)
+    await settled(gauges, lambda _: len(looked) > 2)
+    assert exposition(await gauges.families()) == text

@@ -108,7 +108,7 @@ def post(length: int, path: str = "/v1/images/edits") -> bytes:
     return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", b"\r\n\r\n", HEAD, HEAD + b"\r\nabc"], ids=repr)
+@pytest.mark.parametrize("sent", [b"", b"\r\n\r\n", HEAD, HEAD + b"\r\nabc"], ids=repr)
 async def test_a_request_that_does_not_arrive_loses_its_connection(sent: bytes) -> None:
     """Finding 12: of a hundred such connections none was ever closed. No other word is said than that a body was too
     slow."""
@@ -155,7 +155,8 @@ def held_back(go: asyncio.Event) -> ASGIApp:
 
 
 async def test_who_is_slow_but_not_silent_is_served() -> None:
-    """A body at more than a trickle takes minutes, and so does an answer."""
+    """A body at more than a trickle takes minutes, and so does an answer; who was quick may pause, as the rate is that
+    of the whole body so far."""
     loop, go = HeldLoop(), asyncio.Event()
 
     async def pondering(scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,10 +167,14 @@ async def test_who_is_slow_but_not_silent_is_served() -> None:
         await echo(scope, receive, send_later)
 
     protocol, wire = connected(loop, pondering)
-    protocol.data_received(post(30 << 14))
-    for _ in range(16):
-        protocol.data_received(bytes(30 << 10))
+    protocol.data_received(post((30 << 14) + 1))
+    for _ in range(8):
+        protocol.data_received(bytes(60 << 10))
         await loop.pass_time(10.0)
+    for _ in range(8):
+        await loop.pass_time(10.0)
+        assert not wire.closed
+    protocol.data_received(b"x")
     await loop.pass_time(3_600.0)
     assert not wire.closed
     go.set()
@@ -194,40 +199,30 @@ async def test_the_start_of_a_next_request_does_not_cost_the_answer_to_the_first
     assert wire.closed
 
 
-async def test_a_body_that_drips_is_a_408_and_its_connection_closes() -> None:
-    """Of 600 that came a byte a second every one stayed; each is told why, and the application that nobody is there."""
+@pytest.mark.parametrize("path", ["/v1/images/edits", "/v2/models/picks/infer"])
+async def test_a_body_that_drips_is_a_408_and_its_connection_closes(path: str) -> None:
+    """Of 600 that came a byte a second every one stayed. Each is told why, in the form of its part of the API, and the
+    application that nobody is there."""
     loop, ended = HeldLoop(), []
 
     async def noting(scope: Scope, receive: Receive, send: Send) -> None:
         await echo(scope, receive, send)
         ended.append(scope["path"])
 
-    pairs = [connected(loop, noting) for _ in range(600)]
-    for protocol, _ in pairs:
-        protocol.data_received(post(1000).replace(b"host: x", b"host: x\r\nx-request-id: mine"))
+    protocol, wire = connected(loop, noting)
+    protocol.data_received(post(1000, path).replace(b"host: x", b"host: x\r\nx-request-id: mine"))
     for _ in range(10):
-        for protocol, wire in pairs:
-            if not wire.closed:
-                protocol.data_received(b"x")
+        assert not wire.closed
+        protocol.data_received(b"x")
         await loop.pass_time(1.0)
-    assert all(wire.closed for _, wire in pairs)
-    head, _, body = pairs[0][1].written.partition(b"\r\n\r\n")
+    assert wire.closed
+    head, _, body = wire.written.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     told = {b"content-type: application/json", b"connection: close", b"x-request-id: mine"}
     assert told < set(head.split(b"\r\n"))
     error = json.loads(body)["error"]
-    assert (error["type"], error["code"], error["param"]) == ("timeout_error", "body_too_slow", None)
-    assert len(ended) == 600
-
-
-async def test_below_v2_it_is_said_as_the_protocol_there_has_it() -> None:
-    """A message, and nothing else."""
-    loop = HeldLoop()
-    protocol, wire = connected(loop)
-    protocol.data_received(post(1000, "/v2/models/picks/infer"))
-    await loop.pass_time(10.0)
-    assert wire.written.startswith(b"HTTP/1.1 408 ")
-    assert list(json.loads(wire.written.partition(b"\r\n\r\n")[2])) == ["error"]
+    assert isinstance(error, str) if path.startswith("/v2") else error["code"] == "body_too_slow"
+    assert ended == [path]
 
 
 async def test_a_body_has_a_deadline() -> None:
@@ -243,21 +238,6 @@ async def test_a_body_has_a_deadline() -> None:
         assert seconds <= 600
     assert seconds > 60
     assert wire.written.startswith(b"HTTP/1.1 408 ")
-
-
-async def test_who_was_quick_may_pause() -> None:
-    """The rate is that of the whole body so far."""
-    loop = HeldLoop()
-    protocol, wire = connected(loop)
-    protocol.data_received(post(200_001))
-    await settled()
-    protocol.data_received(bytes(200_000))
-    for _ in range(9):
-        await loop.pass_time(10.0)
-        assert not wire.closed
-    protocol.data_received(b"x")
-    await settled()
-    assert wire.written.startswith(b"HTTP/1.1 200 ")
 
 
 async def test_time_in_which_nobody_reads_does_not_count() -> None:

@@ -14,7 +14,6 @@ from ray.serve.config import AutoscalingConfig
 from plait.config import ServedConfig
 from plait.tuning.measure.cost import reserved
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_serving.deployments.process import choose_omp_wait
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.diffusion.queue.pressure import busy_share
 from plait_serving.images.config import ImagesSection
@@ -82,12 +81,3 @@ def test_every_knob_of_a_worker_can_be_configured() -> None:
     assert knobs.plain() == WorkerKnobs(cores=(0, 1), order="arrival", refuse_late=False, batch_wait_ms=2.0)
     assert CnKnobs.model_validate(knobs.model_dump(mode="json")) == knobs
     assert RankModelSection(folder=Path("/x")).cn.omp_wait == "default"
-
-
-def test_openmp_is_told_before_it_starts() -> None:
-    """Or left as it is."""
-    environ: dict[str, str] = {}
-    choose_omp_wait(environ, "default")
-    assert environ == {}
-    choose_omp_wait(environ, "passive")
-    assert environ == {"OMP_WAIT_POLICY": "PASSIVE"}

@@ -11,7 +11,6 @@ from plait_kernels.cores import instruction_set
 from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
 from plait_serving.replica_metrics import ReplicaMetrics, family
 from plait_serving.starter.words import image_words, ranking_words
 from support.http_app import make_client
@@ -65,17 +64,15 @@ def test_the_status_counts_images_and_says_what_is_missing():
     assert answer.json()["instruction_sets"] == [instruction_set()]  # the ingress's, where no engine says one
 
 
-def test_the_words_of_the_starter_models():
+def test_the_words_of_the_starter_models(client):
     """320 concepts, and the words for the numbers of three inputs, in the order of these numbers."""
     settings = HttpSettings(words={"emoji": image_words(), "picks": ranking_words()})
     emoji, picks = make_client(FakeImageService(), settings).get("/v1/words").json()["data"]
     assert (emoji["id"], len(emoji["concepts"])) == ("emoji", 320)
     assert "red apple" in emoji["concepts"]
-    assert (picks["id"], {name: len(words) for name, words in picks["inputs"].items()}) == (
-        "picks",
-        {"age_band": 7, "liked_genres": 12, "daypart": 4},
-    )
-    assert make_client(FakeImageService()).get("/v1/words").json()["data"] == []
+    counts = {name: len(words) for name, words in picks["inputs"].items()}
+    assert (picks["id"], counts) == ("picks", {"age_band": 7, "liked_genres": 12, "daypart": 4})
+    assert client.get("/v1/words").json()["data"] == []
 
 
 @pytest.mark.parametrize(
@@ -84,12 +81,6 @@ def test_the_words_of_the_starter_models():
         (AppArgs(), {"emoji", "picks"}),
         (AppArgs(images=ImagesSection(name="little")), {"little", "picks"}),
         (AppArgs(images=ImagesSection(model="/models/sd"), recommend=None), set()),
-        (
-            AppArgs(
-                images=None, recommend=RankingSection(models={"a": RankModelSection(folder=STARTER_RANKING_FOLDER)})
-            ),
-            set(),
-        ),
     ],
 )
 def test_only_starter_models_have_words(args, names):
@@ -97,8 +88,8 @@ def test_only_starter_models_have_words(args, names):
     assert starter_words(args).keys() == names
 
 
-def test_a_scheduler_has_the_name_that_images_carry():
+def test_a_scheduler_has_the_name_that_images_carry(client):
     """The page reads A1111's names back from a PNG."""
-    model = make_client(FakeImageService()).get("/v1/models/emoji").json()
+    model = client.get("/v1/models/emoji").json()
     assert model["scheduler_names"].keys() == set(model["schedulers"])
     assert model["scheduler_names"]["dpmpp_2m"] == "DPM++ 2M"

@@ -8,7 +8,7 @@ import torch
 
 from fakes.ranking import FAKE_CARD
 from plait_disagg.errors import BadInput
-from plait_disagg.graph.inputs import Bag, Dense, Ids, tensor_names
+from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_serving.ranking.inputs import Binder
 from support.http_rank import arrays
 
@@ -18,16 +18,6 @@ BINDER = Binder(FAKE_CARD.inputs, largest_candidates=FAKE_CARD.largest_candidate
 def bind(**changes):
     sent = {name: array for name, array in (arrays(3) | changes).items() if array is not None}
     return BINDER.bind(sent)
-
-
-def test_the_tensors_are_what_the_model_declares():
-    """Every name, float32 or int64, contiguous, and the number of candidates."""
-    tensors, candidates = bind()
-    assert (set(tensors), candidates) == (set(tensor_names(FAKE_CARD.inputs)), 3)
-    for name, array in arrays(3).items():
-        assert tensors[name].is_contiguous()
-        assert tensors[name].dtype == (torch.float32 if name in ("mood", "price") else torch.int64)
-        np.testing.assert_array_equal(tensors[name].numpy(), array)
 
 
 def test_the_tensors_own_their_memory():
@@ -57,18 +47,14 @@ def test_sizes_of_one_do_not_matter(shape):
     assert (tensors["price"].shape, tensors["item"].shape) == ((3, 1), (3,))
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u4", "u8", ">f4", ">i8"])
-def test_numbers_of_other_types_are_converted(dtype):
-    """Small numbers are exact in every type, of either byte order."""
-    tensors, _ = bind(price=np.array([[1], [2], [100]], dtype))
+@pytest.mark.parametrize("dtype", ["f2", "f8", "i1", "i4", "i8", "u2", "u8", ">f4", ">i8"])
+def test_other_types_are_converted(dtype):
+    """Small numbers are exact in every type, of either byte order; ids may have any type of integers."""
+    numbers = np.array([1, 2, 100], dtype)
+    tensors, _ = bind(price=numbers[:, None], **({"item": numbers} if numbers.dtype.kind in "iu" else {}))
     assert tensors["price"].tolist() == [[1.0], [2.0], [100.0]]
-
-
-@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"])
-def test_ids_of_any_integer_type_are_converted(dtype):
-    """INT32 ids are common; all integers that fit are taken."""
-    tensors, _ = bind(item=np.array([1, 2, 100], dtype))
-    assert (tensors["item"].tolist(), tensors["item"].dtype) == ([1, 2, 100], torch.int64)
+    assert tensors["item"].dtype == torch.int64
+    assert numbers.dtype.kind == "f" or tensors["item"].tolist() == [1, 2, 100]
 
 
 def test_float64_is_rounded_to_the_nearest_float32():
@@ -85,25 +71,15 @@ def array(*values, dtype=np.int64):
     ("changes", "param", "says"),
     [
         ({"item": None}, "item", "missing"),
-        ({"genres": None}, "genres", "missing"),
         ({"genres_offsets": None}, "genres", "genres_offsets or genres_lengths"),
         ({"genres_lengths": array(1, 1, 1)}, "genres", "not both"),
         ({"itm": array(1)}, "itm", "did you mean item"),
-        ({"zzz": array(1)}, "zzz", "there is: person"),
         ({"person": array(1, 2)}, "person", "user-side"),
-        ({"mood": np.zeros((3, 3), np.float32)}, "mood", "user-side"),
         ({"mood": np.zeros((1, 4), np.float32)}, "mood", r"\[rows, 3\]"),
-        ({"mood": np.zeros((1, 3, 2), np.float32)}, "mood", r"\[rows, 3\]"),
-        ({"item": array()}, "item", "1 to 1000"),
         ({"item": np.zeros(1001, np.int64)}, "item", "1 to 1000"),
         ({"price": np.zeros((4, 1), np.float32)}, "price", "has 4 rows, the inputs before it have 3"),
-        ({"price": np.zeros((3, 2), np.float32)}, "price", "shape"),
         ({"genres_offsets": array()}, "genres", "has 0 rows"),
-        ({"genres_offsets": array(0, 1)}, "genres", "has 1 rows"),
-        ({"genres_offsets": np.zeros((4, 2), np.int64)}, "genres_offsets", "one dimension"),
-        ({"genres": np.zeros((2, 2), np.int64)}, "genres", "one dimension"),
         ({"item": array(1, 2, 3, dtype=np.float32)}, "item", "INT64"),
-        ({"genres_offsets": array(0, 1, 2, 3, dtype=np.float64)}, "genres_offsets", "INT64"),
         ({"item": array(1, 2, 2**63, dtype=np.uint64)}, "item", "does not fit"),
         ({"price": array([1], [2], [2**24 + 1])}, "price", "2\\^24"),
     ],
@@ -115,9 +91,7 @@ def test_what_does_not_fit_is_named(changes, param, says):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(
-    "lengths", [array(2, -1, 2), array(1, 1, 2), array(0, 0, 0), array(2**62, 2**62, 0), array(2**63 - 1, 1, 0)]
-)
+@pytest.mark.parametrize("lengths", [array(2, -1, 2), array(1, 1, 2), array(0, 0, 0), array(2**62, 2**62, 0)])
 def test_lengths_that_do_not_add_up_are_refused(lengths):
     """Negative, too few, too many, and sums that would overflow."""
     with pytest.raises(BadInput) as caught:

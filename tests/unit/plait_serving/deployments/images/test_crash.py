@@ -103,8 +103,8 @@ async def replicas() -> AsyncGenerator[Replicas, None]:
 
 
 async def test_of_eight_in_flight_and_48_newcomers_only_the_cause_fails(replicas: Replicas) -> None:
-    """All others end well, whatever came between. Two engines die of it; each of those that were in flight takes its
-    first step alone, and goes before the newcomers."""
+    """All others end well, whatever came between, and are not refused from then on. Two engines die of it; each of
+    those that were in flight takes its first step alone, and goes before the newcomers."""
     service = HandleImageService(replicas)
 
     async def end_of(i: int) -> Event:
@@ -130,3 +130,4 @@ async def test_of_eight_in_flight_and_48_newcomers_only_the_cause_fails(replicas
     tried = [call.timesteps for rig in replicas.rigs[1:] for call in rig.denoiser.calls if 9 in call.timesteps]
     assert set(tried) == {(9,)}
     assert isinstance((await end_of(CULPRIT)).error, KillsReplicas)
+    assert isinstance(await end_of(0), Finished)

@@ -32,10 +32,7 @@ async def test_seeds_and_ids_do_not_make_another_request() -> None:
         assert suspects.is_refused(same)
     for other in (
         replace(REQUEST, prompt="a"),
-        replace(REQUEST, n=2),
-        replace(REQUEST, loras=()),
         replace(REQUEST, edit=None),
-        replace(REQUEST, edit=Edit(image=IMAGE)),
         replace(REQUEST, edit=Edit(image=IMAGE, mask=IMAGE[..., 0] + 1)),
         replace(REQUEST, edit=Edit(image=IMAGE, mask=IMAGE[..., 0], strength=0.5)),
         replace(REQUEST, controlnets=(ControlRef(name="edges", image=IMAGE + 1),)),

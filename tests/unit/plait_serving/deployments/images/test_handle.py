@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,13 +30,13 @@ from plait_serving.diffusion.errors import (
 from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog, LoraCard
-from plait_serving.replica_metrics import ReplicaMetrics, family
+from plait_serving.replica_metrics import ReplicaMetrics
 from support.prometheus import total
 from support.waiting import until
 
 
 class Response:
-    """What a streaming handle call returns: plays its items; an exception among them is raised."""
+    """What a streaming handle call returns: plays its items; an exception among them is raised, a function called."""
 
     def __init__(self, items):
         self.items = list(items)
@@ -52,31 +53,27 @@ class Response:
         if not self.items:
             raise StopAsyncIteration
         item = self.items.pop(0)
-        if item == "wait":
-            await asyncio.sleep(3600)
-        if item == "moment":
-            await asyncio.sleep(0.1)
-            return await anext(self)
         if callable(item):
-            item()
-            return await anext(self)
-        if isinstance(item, asyncio.Event):
-            await item.wait()
+            if inspect.isawaitable(waiting := item()):
+                await waiting
             return await anext(self)
         if isinstance(item, BaseException):
             raise item
         return item
 
 
+def for_ever():
+    """Nothing comes."""
+    return asyncio.sleep(3600)
+
+
 class Handle:
     """A deployment handle whose calls are scripted."""
 
-    def __init__(self, *scripts, **answers):
+    def __init__(self, *scripts):
         self.scripts = list(scripts)
         self.requests, self.responses = [], []
         self.generate = SimpleNamespace(remote=self._generate)
-        for name, answer in answers.items():
-            setattr(self, name, SimpleNamespace(remote=self._answering(answer)))
 
     def options(self, *, stream):
         assert stream
@@ -86,15 +83,6 @@ class Handle:
         self.requests.append(request)
         self.responses.append(Response(self.scripts.pop(0)))
         return self.responses[-1]
-
-    @staticmethod
-    def _answering(answer):
-        async def remote():
-            if isinstance(answer, BaseException):
-                raise answer
-            return answer
-
-        return remote
 
 
 class Told(Handle):
@@ -127,14 +115,14 @@ async def test_a_request_waits_for_a_replica_only_so_long(monkeypatch):
     """Serve would wait for as long as there is none; the client hears when to come back (finding 9)."""
     monkeypatch.setattr(handle, "CATALOG_TIMEOUT_S", 0.01)
     with pytest.raises(EngineStopped, match="no engine replica answered within"):
-        await HandleImageService(Told("wait")).catalog()
+        await HandleImageService(Told(for_ever)).catalog()
 
 
 async def test_requests_ask_no_engine_for_the_catalog():
     """All get what was told, whoever leaves before it; of those who come later none waits for anything."""
     gate = asyncio.Event()
     told = Told(FAKE_CATALOG)
-    told.catalog = SimpleNamespace(remote=lambda known: Response([gate, *told._tell(known).items]))
+    told.catalog = SimpleNamespace(remote=lambda known: Response([gate.wait, *told._tell(known).items]))
     service = HandleImageService(told)
     leaver, *others = [asyncio.ensure_future(service.catalog()) for _ in range(3)]
     await told.asked.wait()
@@ -193,35 +181,32 @@ async def test_a_catalog_that_cannot_be_read_is_told_at_once_and_asked_for_again
     assert await service.catalog() == FAKE_CATALOG
 
 
-async def test_a_replica_that_is_silent_is_left_for_another(quick, monkeypatch):
-    """After a moment; it may take twice as long the next time."""
+async def test_a_replica_that_is_silent_or_dies_is_left_for_another(quick, monkeypatch):
+    """After a moment, twice as long the next time; or at once, as nothing was begun (finding 10)."""
     monkeypatch.setattr(handle, "_PATIENCE_S", 0.01)
-    told = Told("wait", "wait", FAKE_CATALOG)
+    told = Told(for_ever, ActorDiedError(), for_ever, ActorDiedError(), FAKE_CATALOG)
     assert await HandleImageService(told).catalog() == FAKE_CATALOG
-    assert len(told.known) >= 3
+    assert len(told.known) >= 5
 
 
-@pytest.mark.parametrize("method", ["catalog", "health"])
-async def test_a_replica_that_dies_with_a_question_costs_nothing(method, quick):
-    """Another one is asked: nothing was begun (finding 10). Serve offers a dead replica beside a living one until it
-    has learned of its end."""
-    if method == "catalog":
-        assert (
-            await HandleImageService(Told(ActorDiedError(), ActorDiedError(), FAKE_CATALOG)).catalog() == FAKE_CATALOG
-        )
-        return
-    answers = [ActorDiedError(), ActorDiedError(), Health(ready=True)]
-
-    async def next_answer():
-        answer = answers.pop(0)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    handle = Handle()
-    handle.health = SimpleNamespace(remote=next_answer)
-    assert (await HandleImageService(handle).health()).ready
-    assert answers == []
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([Health(ready=True)], None),
+        ([ActorDiedError(), ActorDiedError(), Health(ready=True)], None),
+        ([ActorDiedError()], "answered"),
+        ([for_ever], "answered"),
+    ],
+)
+async def test_health_never_raises_and_never_hangs(monkeypatch, answers, reason):
+    """A dead or silent replica is a reason. Another one is asked: Serve offers a dead one beside a living one until it
+    has learned of its end (finding 10)."""
+    monkeypatch.setattr(handle, "HEALTH_TIMEOUT_S", 1.0 if reason is None else 0.05)
+    left = iter([*answers, *answers[-1:] * 1000])
+    asked = Handle()
+    asked.health = SimpleNamespace(remote=lambda: anext(Response([next(left)])))
+    health = await HandleImageService(asked).health()
+    assert health.ready if reason is None else reason in health.reason
 
 
 def preview(index):
@@ -246,18 +231,9 @@ async def test_serve_handle_passes_events_on_in_order():
     assert not handle.responses[0].cancelled
 
 
-async def test_serve_handle_closing_early_cancels_the_call():
-    """Whoever stops reading stops the work."""
-    handle = Handle([Progress(step=1, steps=4), "wait"])
-    events = HandleImageService(handle).generate(FAKE_REQUEST)
-    await anext(events)
-    await events.aclose()
-    assert handle.responses[0].cancelled
-
-
 async def test_serve_handle_cancelling_the_reader_cancels_the_call():
     """A cancelled task stops the work too."""
-    handle = Handle(["wait"])
+    handle = Handle([for_ever])
     task = asyncio.ensure_future(events_of(handle))
     await until(lambda: bool(handle.responses))
     task.cancel()
@@ -274,16 +250,6 @@ async def test_serve_handle_makes_a_request_once_more_when_its_replica_died():
     assert isinstance(events[-1], Finished)
 
 
-async def test_serve_handle_gives_up_after_the_second_death():
-    """A request that kills replicas does not kill a third; the client hears when there may be one again."""
-    handle = Handle([ActorDiedError()], [ActorDiedError()], [FINISHED])
-    (event,) = await events_of(handle)
-    assert isinstance(event, Failed)
-    assert isinstance(event.error, EngineStopped)
-    assert event.error.retry_after_s >= 1
-    assert len(handle.responses) == 2
-
-
 async def test_serve_handle_refuses_a_request_that_killed_two_replicas():
     """The same request again, with another id and seed, reaches no third one; others do (finding 10)."""
     handle = Handle([ActorDiedError()], [ActorDiedError()], [FINISHED], [FINISHED])
@@ -295,29 +261,6 @@ async def test_serve_handle_refuses_a_request_that_killed_two_replicas():
     assert len(handle.responses) == 2
     for other in (replace(FAKE_REQUEST, prompt="y"), replace(FAKE_REQUEST, width=32)):
         assert isinstance([event async for event in service.generate(other)][-1], Finished)
-
-
-async def test_serve_handle_one_death_is_nobodys_fault():
-    """A replica that died once with a request, and not the second time, is no reason to refuse it."""
-    handle = Handle([ActorDiedError()], [FINISHED], [FINISHED])
-    service = HandleImageService(handle)
-    for _ in range(2):
-        assert isinstance([event async for event in service.generate(FAKE_REQUEST)][-1], Finished)
-
-
-async def test_serve_handle_suspects_come_one_after_the_other():
-    """Two requests that died together are tried again apart, so that the harmless one survives."""
-    handle = Handle([ActorDiedError()], [ActorDiedError()], [Accepted(), "wait"], [Accepted(), FINISHED])
-    service = HandleImageService(handle)
-    suspect, harmless = replace(FAKE_REQUEST, request_id="a"), replace(FAKE_REQUEST, request_id="b", prompt="y")
-    tasks = [asyncio.ensure_future(collect(service.generate(request))) for request in (suspect, harmless)]
-    await until(lambda: len(handle.responses) == 3)
-    await asyncio.sleep(0.05)
-    assert len(handle.responses) == 3  # both died; one is at its second attempt, the other waits for it
-    tasks[0].cancel()
-    assert isinstance((await tasks[1])[-1], Finished)
-    with pytest.raises(asyncio.CancelledError):
-        await tasks[0]
 
 
 STEP = Progress(step=1, steps=4)
@@ -371,7 +314,7 @@ async def test_serve_handle_without_a_replica_all_end_together(monkeypatch):
 
     monkeypatch.setattr(handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
     four = several(4)
-    scripted = Handle(*[list(DIED) for _ in four], *[["wait"] for _ in four])
+    scripted = Handle(*[list(DIED) for _ in four], *[[for_ever] for _ in four])
     service = HandleImageService(scripted)
     running = [service.generate(request) for request in four]
     waiting = [asyncio.ensure_future(collect(events)) for events in running]
@@ -381,37 +324,6 @@ async def test_serve_handle_without_a_replica_all_end_together(monkeypatch):
     ends = [(await task)[-1] for task in waiting[1:]]
     assert all(isinstance(end.error, EngineStopped) for end in ends)
     assert waited == [120.0, 0.0, 0.0]
-
-
-async def test_serve_handle_who_dies_of_another_is_tried_again():
-    """Of three that died together the first has survived its step when the second kills the next replica, too: only
-    that one is refused from then on."""
-    culprit_dies, first_dies = asyncio.Event(), asyncio.Event()
-    three = several(3)
-    scripted = Handle(
-        *[list(DIED) for _ in three],
-        [Accepted(), STEP, first_dies, ActorDiedError()],
-        [Accepted(), culprit_dies, ActorDiedError()],
-        [Accepted(), STEP, FINISHED],
-        [Accepted(), STEP, FINISHED],
-        [FINISHED],
-        [FINISHED],
-    )
-    service = HandleImageService(scripted)
-    ends = asyncio.ensure_future(ends_of(service, three))
-    await until(lambda: len(scripted.responses) == 5)
-    first_dies.set()  # whichever is heard of first
-    await asyncio.sleep(0)
-    culprit_dies.set()
-    innocent, culprit, third = await ends
-    assert isinstance(innocent, Finished)
-    assert isinstance(third, Finished)
-    assert isinstance(culprit.error, EngineStopped)
-    assert [scripted.requests[i].request_id for i in range(3, 7)] == ["0", "1", "2", "0"]
-    refused = [
-        isinstance(end, Failed) and isinstance(end.error, KillsReplicas) for end in await ends_of(service, three)
-    ]
-    assert refused == [False, True, False]
 
 
 async def test_serve_handle_who_dies_late_and_of_nobody_else_is_the_cause():
@@ -428,58 +340,31 @@ async def test_serve_handle_waits_for_a_replica_only_so_long(monkeypatch):
     """Also after the catalog: a replica that died since then may never come back (finding 9). Its queue is another
     matter."""
     monkeypatch.setattr(handle, "ACCEPT_TIMEOUT_S", 0.02)
-    nobody = Handle(["wait"])
+    nobody = Handle([for_ever])
     (event,) = await events_of(nobody)
     assert isinstance(event.error, EngineStopped)
     assert event.error.retry_after_s >= 1
     assert nobody.responses[0].cancelled
-    queue = Handle([Accepted(), "moment", FINISHED])
+    queue = Handle([Accepted(), lambda: asyncio.sleep(0.1), FINISHED])
     assert [type(event) for event in await events_of(queue)] == [Finished]
 
 
-class Broadcast:
-    """What a handle's broadcast returns."""
-
-    def __init__(self, answers):
-        self.answers = answers
-
-    def results(self, *, timeout_s, return_exceptions):
-        assert timeout_s < 1
-        assert return_exceptions
-        return self.answers
-
-
-def shown(answers):
-    """What /metrics has of them."""
-    return [it for answer in answers for it in answer.labelled()]
-
-
 async def test_serve_handle_metrics_are_those_of_all_replicas():
-    """Whichever ingress is asked, both engines' steps are counted; without any engine that is an error."""
-    handle = Handle()
-    name = "plait_engine_steps_total"
-    answers = [ReplicaMetrics(replica=who, families=[family(name, "Steps", it)]) for who, it in (("a", 3), ("b", 4))]
-    handle.broadcast = lambda method: Broadcast(answers if method == "metric_families" else [])
-    families = shown(await HandleImageService(handle).counts())
-    assert [total(families, name, replica=who) for who in "ab"] == [3, 4]
-    handle.broadcast = lambda method: Broadcast([ActorDiedError()])
+    """Whichever ingress is asked, all engines and ControlNet services are counted, each audit by its model; a dead one
+    hides nothing, but without any engine that is an error."""
+    handles = [Handle() for _ in range(3)]
+    for who, service in enumerate(handles[:2]):
+        audits = audit_families({f"model {who}": AuditStatistics(checked=5, drifted=who, largest=0.25)})
+        answers = [ReplicaMetrics(replica=f"{who}{it}", families=audits) for it in "ab"]
+        service.broadcast = lambda _, found=answers: SimpleNamespace(results=lambda **_: found)
+    handles[2].broadcast = lambda _: SimpleNamespace(results=lambda **_: [ActorDiedError()])
+    counts = await HandleImageService(handles[0], handles[1:]).counts()
+    families = [it for answer in counts for it in answer.labelled()]
+    assert total(families, "plait_audit_checked_total") == 20
+    assert total(families, "plait_audit_drifted_total", model="model 1", replica="1a") == 1
+    assert total(families, "plait_audit_largest_share_of_tolerance", model="model 1", replica="1b") == 0.25
     with pytest.raises(EngineStopped):
-        await HandleImageService(handle).counts()
-
-
-async def test_serve_handle_metrics_count_the_audits_of_controlnets():
-    """Beside the engines', each by its model; a dead service hides nothing."""
-    handles = [Handle() for _ in range(4)]
-    found = [(5, 0, 0.25), (3, 1, 1.5), (2, 0, 0.5)]
-    for i, (service, (checked, drifted, largest)) in enumerate(zip(handles, found, strict=False)):
-        audits = audit_families({f"model {i}": AuditStatistics(checked=checked, drifted=drifted, largest=largest)})
-        answers = [ReplicaMetrics(replica=str(i), families=audits)]
-        service.broadcast = lambda _, answers=answers: Broadcast(answers)
-    handles[3].broadcast = lambda _: Broadcast([ActorDiedError()])
-    families = shown(await HandleImageService(handles[0], handles[1:]).counts())
-    assert total(families, "plait_audit_checked_total") == 10
-    assert total(families, "plait_audit_drifted_total", model="model 1", replica="1") == 1
-    assert total(families, "plait_audit_largest_share_of_tolerance", model="model 1") == 1.5
+        await HandleImageService(handles[2], handles[:2]).counts()
 
 
 async def test_serve_handle_a_stream_without_an_end_is_a_failure():
@@ -513,19 +398,3 @@ def test_serve_translate_knows_what_serves_errors_mean(raised, kind):
     assert type(error) is kind or (kind is EngineStopped and isinstance(error, EngineStopped))
     if kind is NotFound:
         assert error.param == "model"
-
-
-async def test_serve_handle_health_never_raises_and_never_hangs(monkeypatch):
-    """A dead or silent replica is a reason."""
-    monkeypatch.setattr("plait_serving.deployments.images.handle.HEALTH_TIMEOUT_S", 0.05)
-    assert (await HandleImageService(Handle(health=Health(ready=True))).health()).ready
-    dead = await HandleImageService(Handle(health=ActorDiedError())).health()
-    assert not dead.ready
-    assert "answered" in dead.reason
-
-    async def silent():
-        await asyncio.sleep(3600)
-
-    handle = Handle()
-    handle.health = SimpleNamespace(remote=silent)
-    assert "answered" in (await HandleImageService(handle).health()).reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.service import AliasCard
-from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png
+from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png, saved
 from support.waiting import until
 
 ON = HttpSettings(a1111_api=True)
@@ -40,7 +39,8 @@ SDAPI = "/sdapi/v1"
 
 @pytest.fixture
 def service():
-    return FakeImageService(catalog=TWO_MODELS)
+    error = RequestError("76 tokens are too many", param="negative_prompt")
+    return FakeImageService(catalog=TWO_MODELS, failures={"long": error})
 
 
 @pytest.fixture
@@ -50,13 +50,6 @@ def client(service):
 
 def basic(password, name="me"):
     return {"authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
-
-
-def saved(image):
-    """An image as a file."""
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
 
 
 def told(answer):
@@ -105,18 +98,12 @@ SILLYTAVERN = {
 
 
 def test_sillytaverns_requests(client, service):
-    """src/endpoints/stable-diffusion.js: what it asks for when it connects, and what it then sends on as its page made
-    it. It always names a spacing, which a sampler with one of its own does without."""
-    for path, name in (("upscalers", "name"), ("latent-upscale-modes", "name"), ("sd-vae", "model_name"),
-                       ("samplers", "name"), ("schedulers", "name"), ("sd-models", "title")):  # fmt: skip
-        found = client.get(f"{SDAPI}/{path}").json()
-        assert all(isinstance(each[name], str) for each in found)
-    assert "DDIM" in {each["name"] for each in client.get(f"{SDAPI}/samplers").json()}
-    assert "normal" in {each["name"] for each in client.get(f"{SDAPI}/schedulers").json()}
+    """src/endpoints/stable-diffusion.js: what it asks for when it connects, beside what `webuiapi` does, and what it
+    then sends on as its page made it. It always names a spacing, which a sampler with one of its own does without."""
+    for path, name in (("samplers", "DDIM"), ("schedulers", "normal")):
+        assert name in {each["name"] for each in client.get(f"{SDAPI}/{path}").json()}
     assert "forge_preset" not in client.get(f"{SDAPI}/options").json()
     assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": "other"}).is_success
-    now = client.get(f"{SDAPI}/progress").json()
-    assert (now["progress"], now["state"]["job_count"]) == (0.0, 0)
     answer = client.post(f"{SDAPI}/txt2img", json=SILLYTAVERN)
     (request,) = service.submitted
     assert (request.scheduler, request.sigmas, request.clip_skip, request.model) == (Scheduler.DDIM, None, 1, "other")
@@ -170,52 +157,33 @@ def of_unit(**unit):
 @pytest.mark.parametrize(
     ("sent", "status", "named"),
     [
+        ({"prompt": "long"}, 400, "negative_prompt: 76 tokens are too many"),
         ({"enable_hr": True}, 400, "enable_hr"),
-        ({"restore_faces": True}, 400, "restore_faces"),
-        ({"styles": ["oil"]}, 400, "styles"),
-        ({"subseed_strength": 0.5}, 400, "subseed_strength"),
-        ({"script_name": "x/y/z plot"}, 400, "script_name"),
         ({"alwayson_scripts": {"ADetailer": {"args": [True, {}]}}}, 400, "ADetailer"),
         ({"sampler_name": "DPM2"}, 400, "sampler_name"),
         ({"scheduler": "sgm_uniform"}, 400, "scheduler"),
         ({"sampler_name": "Euler a", "eta": 0.5}, 400, "eta"),
-        ({"steps": 0}, 400, "steps"),
         ({"steps": 51}, 400, "50 steps"),
-        ({"cfg_scale": 101}, 400, "cfg_scale"),
         ({"batch_size": 4, "n_iter": 3}, 400, "batch_size"),
         ({"width": 17}, 400, "width: both edges must be multiples of 8"),
         ({"negative_prompt": "(a:1000)"}, 400, "negative_prompt: "),
-        ({"seed": -2}, 400, "seed"),
         ({"prompt": "<lora:unknown:1>"}, 404, "prompt: there is no LoRA 'unknown'"),
-        ({"prompt": "[a:b:0.5]"}, 400, "[a:b:0.5]"),
         ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, 404, "sd_model_checkpoint: there is no model 'sdxl'"),
-        ({"steps": "many"}, 400, "steps"),
-        ({"override_settings": {"sd_model_checkpoint": 5}}, 400, "sd_model_checkpoint"),
         ({"override_settings": {"sd_model_checkpoint": "emoji" + "+" * 2**20}}, 400, "at most 1024"),
         ({"override_settings": {"CLIP_stop_at_last_layers": "2"}}, 400, "CLIP_stop_at_last_layers"),
-        ({"override_settings": {"CLIP_stop_at_last_layers": -2}}, 400, "CLIP_stop_at_last_layers"),
         (of_unit(weight="much"), 400, "alwayson_scripts.controlnet.0.weight: "),
-        (of_unit(guidance_end=2), 400, "alwayson_scripts.controlnet.0.guidance_end: "),
-        (of_unit(model=None), 400, "alwayson_scripts.controlnet.0.model: "),
         (of_unit(model="depth"), 404, "alwayson_scripts.controlnet.0.model: "),
-        (of_unit(image="!"), 400, "alwayson_scripts.controlnet.0.image: "),
         (of_unit(guidance_start=0.5, guidance_end=0.5), 400, "alwayson_scripts.controlnet.0.guidance_end: "),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, status, named):
-    """By A1111's name of the field, in the form of errors that its clients read."""
+    """By A1111's name of the field, in the form of errors that its clients read; by the engine too, which counts a
+    text's tokens."""
     answer = client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "width": 16, "height": 16, **sent})
     assert answer.status_code == status
     assert named in answer.json()["detail"]
     assert isinstance(answer.json()["error"], str)
-    assert service.submitted == []
-
-
-def test_what_the_engine_refuses_is_named_in_its_words():
-    """A text's tokens are counted there."""
-    service = FakeImageService(failures={"x": RequestError("76 tokens are too many", param="negative_prompt")})
-    answer = make_client(service, ON).post(f"{SDAPI}/txt2img", json={"prompt": "x"})
-    assert (answer.status_code, answer.json()["detail"]) == (400, "negative_prompt: 76 tokens are too many")
+    assert (service.submitted == []) == ("long" not in sent.values())
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "[" * 400 + "]" * 400, "NaN"], ids=["surrogate", "deep", "nan"])
@@ -291,18 +259,14 @@ def masked(mask, **more):
     return {"init_images": [b64(png())], "mask": b64(saved(mask)), "mask_blur": 0, "prompt": "x", **more}
 
 
-def test_a_mask_with_transparent_pixels_is_read_as_a1111_does(client, service):
-    """What is painted is made anew, whatever its colour: not what is transparent, which is OpenAI's rule."""
-    mask = Image.new("RGBA", (16, 16))
-    mask.paste((0, 0, 0, 255), (0, 0, 8, 16))
-    assert client.post(f"{SDAPI}/img2img", json=masked(mask)).is_success
-    assert np.array_equal(service.submitted[-1].edit.mask, np.asarray(mask)[..., 3])
-
-
-def test_a_mask_of_another_size_is_stretched(client, service):
-    """As A1111 does, once it is blurred; one of which that leaves nothing is refused by the blur's name."""
-    mask = Image.new("L", (64, 32))
-    mask.paste(255, (0, 0, 32, 32))
+@pytest.mark.parametrize(
+    ("mode", "size", "colour"), [("RGBA", (16, 16), (0, 0, 0, 255)), ("L", (64, 32), 255)], ids=["clear", "large"]
+)
+def test_a_mask_is_read_as_a1111_does(client, service, mode, size, colour):
+    """What is painted is made anew, whatever its colour: not what is transparent, which is OpenAI's rule. One of
+    another size is stretched, once it is blurred; one of which that leaves nothing is refused by the blur's name."""
+    mask = Image.new(mode, size)
+    mask.paste(colour, (0, 0, size[0] // 2, size[1]))
     assert client.post(f"{SDAPI}/img2img", json=masked(mask)).is_success
     assert np.array_equal(service.submitted[-1].edit.mask > 127, np.repeat([[True] * 8 + [False] * 8], 16, axis=0))
     line = Image.new("L", (64, 64))
@@ -328,8 +292,7 @@ def test_controlnets_come_as_an_always_on_script(client, service):
     body |= {"alwayson_scripts": {"controlnet": {"args": [unit]}}, "init_images": [b64(png())]}
     assert client.post(f"{SDAPI}/img2img", json=body).is_success
     assert np.array_equal(service.submitted[-1].controlnets[0].image, first.image)
-    for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"model": "None"},
-                  {"weight": 10**400}, {"weight": "much"}):  # fmt: skip
+    for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"weight": 10**400}):
         body["alwayson_scripts"] = {"controlnet": {"args": [{**unit, **wrong}]}}
         assert client.post(f"{SDAPI}/img2img", json=body).status_code in (400, 404)
 
@@ -377,11 +340,6 @@ async def test_progress_and_interrupt_are_of_ones_own_requests():
     assert len(json.loads(b"".join(others.chunks))["images"]) == 1
     assert len(service.finished) == 2
     assert (await client.get("/progress")).json()["state"]["job_count"] == 0
-
-
-def test_interrupting_nothing_is_no_error(client):
-    """Clients interrupt whenever they like."""
-    assert client.post(f"{SDAPI}/interrupt").json() == {}
 
 
 @pytest.mark.parametrize(

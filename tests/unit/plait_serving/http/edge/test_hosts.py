@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
@@ -24,23 +23,10 @@ SLEEP = "/v1/models/emoji/sleep"
 LOCAL = "127.0.0.1:8000"
 
 
-_made: dict[int, tuple[HttpSettings, FakeImageService, FastAPI]] = {}
-
-
-def served(settings: HttpSettings) -> tuple[FakeImageService, FastAPI]:
-    """An application takes longer to make than to ask."""
-    if id(settings) not in _made:
-        service = FakeImageService()
-        _made[id(settings)] = (settings, service, make_app(service, settings))
-    _, service, app = _made[id(settings)]
-    service.asleep.clear()
-    return service, app
-
-
 def asked(settings: HttpSettings, *, host=LOCAL, scheme="http", method="POST", path=SLEEP, **headers):
     """The status and code of a request that puts the model to sleep, and whether it did."""
-    service, app = served(settings)
-    client = TestClient(app, base_url=f"{scheme}://{host}", raise_server_exceptions=False)
+    service = FakeImageService()
+    client = TestClient(make_app(service, settings), base_url=f"{scheme}://{host}", raise_server_exceptions=False)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     answer = client.request(method, path, headers=sent)
     code = answer.json()["error"]["code"] if answer.is_error and answer.content else None
@@ -51,59 +37,57 @@ def asked(settings: HttpSettings, *, host=LOCAL, scheme="http", method="POST", p
 OPEN = HttpSettings()
 """A server without keys that listens on all interfaces: any host name is taken."""
 LOOPBACK = HttpSettings(allowed_hosts=LOOPBACK_HOSTS)
+NAMED = HttpSettings(allowed_hosts=(*LOOPBACK_HOSTS, "plait.example"))
 REFUSED = (403, "origin_not_allowed")
 
 
-@pytest.mark.parametrize("settings", [OPEN, LOOPBACK], ids=["open", "loopback"])
+@pytest.mark.parametrize("settings", [OPEN, NAMED], ids=["open", "named"])
 @pytest.mark.parametrize(
     ("host", "scheme", "origin", "is_own"),
     [
-        (LOCAL, "http", "http://127.0.0.1:8000", True),
         (LOCAL, "http", "HTTP://127.0.0.1:8000", True),
-        (LOCAL, "http", "http://127.0.0.1:8001", False),
         (LOCAL, "http", "http://127.0.0.1", False),
         (LOCAL, "http", "http://localhost:8000", False),
         (LOCAL, "http", "http://127.0.0.1.evil.example:8000", False),
-        (LOCAL, "http", "http://evil.example", False),
         (LOCAL, "http", "null", False),
         (LOCAL, "http", "", False),
         (LOCAL, "http", "chrome-extension://127.0.0.1:8000", False),
-        ("127.0.0.1", "http", "http://127.0.0.1", True),
         ("127.0.0.1:80", "http", "http://127.0.0.1", True),
         ("127.0.0.1", "http", "http://127.0.0.1:80", True),
         ("127.0.0.1", "http", "http://127.0.0.1:3000", False),
         ("[::1]:8000", "http", "http://[::1]:8000", True),
         ("[::1]:8000", "http", "http://[::1]:3000", False),
-        ("localhost", "https", "https://localhost", True),
         ("localhost:443", "https", "https://localhost", True),
         ("localhost:8000", "https", "http://localhost:8000", False),
         ("localhost:9999", "http", "http://localhost:9999", True),
-        ("localhost:9000", "http", "http://localhost:9000", True),
-        ("localhost:9000", "http", "http://localhost:8000", False),
+        ("plait.example", "http", "https://plait.example", True),
+        ("plait.example:443", "http", "https://plait.example", True),
+        ("plait.example", "http", "https://plait.example:8443", False),
+        ("plait.example", "http", "ftp://plait.example", False),
     ],
 )
 def test_a_page_is_the_servers_own_by_what_the_request_calls_it(settings, host, scheme, origin, is_own):
     """Host, port and scheme are those of the request's own Host header, wherever the server listens: an ssh tunnel
-    (9999 here) and a forwarded port (`docker -p 9000:8000`) are the same as none. `null` is nobody's."""
+    (9999 here) and a forwarded port are the same as none. A proxy that ends TLS passes the host on: its pages are of
+    https, its requests here of http; a port that is not said is that of the page's scheme. `null` is nobody's."""
     expected = (200, None) if is_own else REFUSED
     assert asked(settings, host=host, scheme=scheme, origin=origin) == expected
 
 
 @pytest.mark.parametrize(
-    ("host", "origin", "is_own"),
+    ("settings", "host", "is_own"),
     [
-        ("plait.example", "https://plait.example", True),
-        ("plait.example", "http://plait.example", True),
-        ("plait.example:8443", "https://plait.example:8443", True),
-        ("plait.example:443", "https://plait.example", True),
-        ("plait.example", "https://plait.example:8443", False),
-        ("plait.example", "ftp://plait.example", False),
+        (LOOPBACK, "127.0.0.1", True),
+        (LOOPBACK, "[::1]:8000", True),
+        (LOOPBACK, "evil.example:8000", False),
+        (LOOPBACK, "127.0.0.1.evil.example", False),
+        (HttpSettings(allowed_hosts=("FE80::1",)), "[fe80::1]:8000", True),
     ],
 )
-def test_a_proxy_that_ends_tls_passes_the_host_on(host, origin, is_own):
-    """Its pages are of https, its requests here of http; a port that is not said is that of the page's scheme."""
-    settings = HttpSettings(allowed_hosts=(*LOOPBACK_HOSTS, "plait.example"))
-    assert asked(settings, host=host, origin=origin) == ((200, None) if is_own else REFUSED)
+def test_a_server_answers_to_its_own_names_only(settings, host, is_own):
+    """A foreign name in the Host header is a page that points its own domain at this machine. An IPv6 address is
+    configured without its brackets."""
+    assert asked(settings, host=host) == ((200, None) if is_own else (403, "host_not_allowed"))
 
 
 @pytest.mark.parametrize("settings", [OPEN, LOOPBACK], ids=["open", "loopback"])
@@ -119,22 +103,12 @@ def test_without_an_origin_the_browser_says_whose_page_it_is(settings, site, is_
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
-@pytest.mark.parametrize("path", ["/", "/v1/models", "/v1/images/results/x.png"])
+@pytest.mark.parametrize("path", ["/", "/v1/images/results/x.png"])
 def test_what_changes_nothing_is_not_looked_at(method, path):
     """A link on another page, and an image in it, are answered as before."""
     before = asked(LOOPBACK, method=method, path=path)
     for sent in ({"origin": "http://127.0.0.1:3000"}, {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors"}):
         assert asked(LOOPBACK, method=method, path=path, **sent) == before
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [{}, {"user_agent": "curl/8.14"}, {"user_agent": "OpenAI/Python 2.9"}, {"sec_fetch_mode": "cors"}],
-    ids=["bare", "curl", "openai", "node"],
-)
-def test_what_is_no_browser_is_answered_as_before(sent):
-    """It sends no Origin; Node's `fetch` sends one other header of browsers."""
-    assert asked(LOOPBACK, **sent) == (200, None)
 
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:3000", "null"])
@@ -148,10 +122,8 @@ def test_a_valid_key_is_from_no_page_that_did_not_ask(origin):
         assert asked(named, origin=origin, authorization=header) == REFUSED
     assert asked(named, origin=origin) == REFUSED
     assert asked(LOOPBACK, origin=origin, authorization="Bearer sk-admin") == REFUSED
-    assert asked(HttpSettings(api_keys=KEYS), origin=origin, authorization="Bearer sk-other") == (
-        401,
-        "invalid_api_key",
-    )
+    wrong = asked(HttpSettings(api_keys=KEYS), origin=origin, authorization="Bearer sk-other")
+    assert wrong == (401, "invalid_api_key")
 
 
 def test_other_origins_are_accepted_by_configuration():
@@ -163,19 +135,20 @@ def test_other_origins_are_accepted_by_configuration():
         assert asked(settings, origin=origin) == (200, None)
     for origin in ("http://studio.example", "https://studio.example:444", "http://localhost:3001", "app://other"):
         assert asked(settings, origin=origin) == REFUSED
-    assert ServerSection().allowed_origins == ()
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["*", "null", "", "studio.example", "https://studio.example/", "https://studio.example/page", "https://",
-     "https://a@studio.example", "https://*.example", "https://studio.example:port", "https://bücher.example",
-     " https://studio.example"],
-)  # fmt: skip
-def test_what_no_browser_sends_is_no_origin(text):
-    """It would never be met, so it is refused when the server starts."""
-    with pytest.raises(ValidationError, match="allowed_origins"):
-        ServerSection(allowed_origins=(text,))
+    ("field", "text"),
+    [
+        *(("allowed_origins", each) for each in ("*", "null", "", "studio.example", "https://studio.example/")),
+        *(("allowed_origins", f"https://{each}") for each in ("", "a@b.example", "*.example", "b:port", "bü.example")),
+        *(("trusted_proxies", each) for each in ("localhost", "10.0.0.1/8", "", "*")),
+    ],
+)
+def test_what_is_never_met_is_refused(field, text):
+    """When the server starts: origins that no browser sends, and proxies that are no network."""
+    with pytest.raises(ValidationError, match=field):
+        ServerSection(**{field: (text,)})
 
 
 STUDIO = "https://studio.example"
@@ -254,22 +227,18 @@ def test_nobody_else_is_believed(tmp_path, address):
     assert url_of(tmp_path, address, **said) == "http://127.0.0.1:8000"
 
 
-def test_what_is_no_network_is_no_proxy():
-    """And is refused when the server starts."""
-    for text in ("localhost", "10.0.0.1/8", "", "*"):
-        with pytest.raises(ValidationError, match="trusted_proxies"):
-            ServerSection(trusted_proxies=(text,))
-
-
 def test_of_several_headers_each_must_be_the_servers_own():
     """A proxy before the server may have read any of them."""
     client = TestClient(make_app(FakeImageService(), LOOPBACK), base_url=f"http://{LOCAL}")
     ours, other = ("origin", f"http://{LOCAL}"), ("origin", "http://127.0.0.1:3000")
     for headers, status in (
         ([ours, ours], 200),
+        ([("host", "LOCALHOST:80")], 200),
         ([ours, other], 403),
         ([other, ours], 403),
         ([("host", LOCAL), ("host", "127.0.0.1:3000"), ours], 403),
+        ([("host", LOCAL), ("host", "evil.example")], 403),
+        ([("host", "evil.example"), ("host", LOCAL)], 403),
     ):
         assert client.post(SLEEP, headers=headers).status_code == status
 

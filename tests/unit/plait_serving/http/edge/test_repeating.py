@@ -137,7 +137,8 @@ def test_a_refusal_counts_as_ten_requests():
 
 @pytest.mark.parametrize(("status", "crossed"), [(400, 3), (404, 3), (200, 20), (429, 20), (503, 20)])
 async def test_what_is_refused_for_what_it_says_crosses_slowly(now, status, crossed):
-    """Whoever sends it again and again, one after the other: the proxy and the ingress would read it all day."""
+    """Whoever sends it again and again, one after the other: the proxy and the ingress would read it all day. Answers
+    that are not marked are not repeated."""
     seen = []
 
     async def behind(scope, receive, send):
@@ -170,15 +171,6 @@ def test_the_paced_paths_are_those_that_are_refused():
     routes = (*images.router.routes, *a1111.making.routes)
     paths = {route.path for route in routes if isinstance(route, RefusingRoute)}
     assert paths == PACED_PATHS
-
-
-def test_answers_that_are_not_marked_are_not_repeated(now):
-    """Neither images nor errors, nor a tenant's refusal for one request's sake."""
-    behind = Behind()
-    client = client_of(behind, now)
-    for prompt in ("y", "", "y"):
-        ask(client, prompt=prompt)
-    assert len(behind.seen) == 3
 
 
 def test_the_ingress_learns_how_many_were_refused(now):

@@ -18,10 +18,8 @@ IMAGE = b64(png(20, 10, (200, 10, 30)))
 
 
 @pytest.mark.parametrize("more", [{}, {"preprocess": False}, {"preprocess": "edges"}, {"size": "24x32"}])
-def test_it_is_what_the_engine_gets(more):
+def test_it_is_what_the_engine_gets(service, client, more):
     """To the byte, with and without a preprocessor and a size."""
-    service = FakeImageService()
-    client = make_client(service)
     answer = client.post(URL, json={"name": "edges", "image": IMAGE, **more})
     assert answer.status_code == 200, answer.text
     size = {"size": more["size"]} if "size" in more else {}
@@ -38,15 +36,13 @@ def test_it_is_what_the_engine_gets(more):
         ({"name": "edgy", "image": IMAGE}, 404, "name"),
         ({"name": "plain", "image": IMAGE}, 400, "preprocess"),
         ({"name": "edges", "image": "aGVsbG8="}, 400, "image"),
-        ({"name": "edges", "image": "https://example.org/a.png"}, 400, "image"),
         ({"name": "edges", "image": IMAGE, "size": "7x7"}, 400, "size"),
         ({"name": "edges", "image": IMAGE, "scale": 1.0}, 400, "scale"),
-        ({"name": "edges"}, 400, "image"),
     ],
 )
-def test_a_mistake_is_named_by_its_field(body, status, param):
+def test_a_mistake_is_named_by_its_field(client, body, status, param):
     """Of this body, not of an entry of `controlnets`."""
-    answer = make_client(FakeImageService()).post(URL, json=body)
+    answer = client.post(URL, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 

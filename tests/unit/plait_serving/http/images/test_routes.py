@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import gc
-import io
 import json
 import math
 import threading
@@ -32,8 +30,7 @@ from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.stored_text import read_parameters
-from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png
-from support.waiting import until
+from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, saved
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}
@@ -44,16 +41,6 @@ def post(client, **body):
     return client.post(URL, content=json.dumps({"prompt": "red apple", **body}), headers=JSON)
 
 
-@pytest.fixture
-def service():
-    return FakeImageService()
-
-
-@pytest.fixture
-def client(service):
-    return make_client(service)
-
-
 def test_a_bare_prompt_gets_the_models_defaults(client, service):
     """What is left out comes from the catalog, and the seed that was drawn is told."""
     answer = post(client)
@@ -61,12 +48,8 @@ def test_a_bare_prompt_gets_the_models_defaults(client, service):
     (request,) = service.submitted
     assert (request.prompt, request.negative_prompt, request.n) == ("red apple", None, 1)
     assert (request.width, request.height, request.steps, request.guidance_scale) == (16, 16, 4, 7.5)
-    assert (request.scheduler, request.seed, request.loras, request.controlnets) == (
-        Scheduler.EULER,
-        FIXED_SEED,
-        (),
-        (),
-    )
+    assert (request.scheduler, request.seed) == (Scheduler.EULER, FIXED_SEED)
+    assert request.loras == request.controlnets == ()
     assert (request.lora_policy, request.lora_free_steps) == (LoraPolicy.EXACT, 0)
     assert (request.deadline_s, request.partial_images) == (None, 0)
     assert answer.json()["seed"] == FIXED_SEED
@@ -142,14 +125,12 @@ def test_the_answer_holds_the_pictures_and_how_to_make_them_again(client, servic
     assert body.id == answer.headers["x-request-id"]
 
 
-@pytest.mark.parametrize(
-    ("output_format", "media_type"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8"), ("webp", b"RIFF")]
-)
-def test_each_output_format_with_its_parameters(client, output_format, media_type):
+@pytest.mark.parametrize(("output_format", "begins"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8"), ("webp", b"RIFF")])
+def test_each_output_format_with_its_parameters(client, output_format, begins):
     """The bytes are of the format that was asked for, and carry the parameters as A1111 does."""
     body = post(client, output_format=output_format, seed=9, loras=[{"name": "noto", "scale": 0.8}]).json()
     raw = base64.b64decode(body["data"][0]["b64_json"])
-    assert raw.startswith(media_type)
+    assert raw.startswith(begins)
     assert body["output_format"] == output_format
     assert read_parameters(raw) == (
         "red apple <lora:noto:0.8>\nSteps: 4, Sampler: Euler, CFG scale: 7.5, Seed: 9, Size: 16x16, Model: emoji"
@@ -182,18 +163,10 @@ def test_preprocess_runs_the_controlnets_own_preprocessor_on_the_resized_picture
 
 def test_transparency_means_nothing_in_a_map_and_white_in_a_picture(client, service):
     """A map's clear pixels are black; an ordinary image's are white (inverted: black) before its map is made."""
-    out = io.BytesIO()
-    Image.new("RGBA", (16, 16), (9, 9, 9, 0)).save(out, "PNG")
+    clear = b64(saved(Image.new("RGBA", (16, 16), (9, 9, 9, 0))))
     for preprocess in (False, True):
-        post(client, controlnets=[{"name": "edges", "image": b64(out.getvalue()), "preprocess": preprocess}])
+        post(client, controlnets=[{"name": "edges", "image": clear, "preprocess": preprocess}])
         assert (service.submitted[-1].controlnets[0].image == 0).all()
-
-
-def test_bounded_async_without_k_gets_a_fixed_share_of_the_steps(client, service):
-    """k depends on the request alone, never on timing, and is told."""
-    body = post(client, lora_policy="bounded_async", num_inference_steps=20, loras=[{"name": "noto"}]).json()
-    assert (body["lora_policy"], body["lora_free_steps"]) == ("bounded_async", 4)
-    assert service.submitted[0].lora_free_steps == 4
 
 
 def test_negative_zero_is_zero(client, service):
@@ -204,136 +177,63 @@ def test_negative_zero_is_zero(client, service):
 
 CONTROL = {"name": "edges", "image": b64(png())}
 LORA = {"name": "noto"}
-NAN, INF = math.nan, math.inf
+NAN = math.nan
 BAD = [
     ({"prompt": None}, "prompt"),
-    ({"prompt": 5}, "prompt"),
-    ({"prompt": ["a"]}, "prompt"),
-    ({"prompt": "a\x00b"}, "prompt"),
     ({"prompt": "\ud800"}, "prompt"),
     ({"prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "prompt"),
     ({"negative_prompt": "a\x00"}, "negative_prompt"),
-    ({"negative_prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "negative_prompt"),
-    ({"model": 3}, "model"),
     ({"model": "a\x00"}, "model"),
     ({"model": "m" * 1025}, "model"),
     ({"n": 0}, "n"),
     ({"n": 11}, "n"),
-    ({"n": -1}, "n"),
     ({"n": True}, "n"),
-    ({"n": "2"}, "n"),
-    ({"n": 1.5}, "n"),
     ({"n": 2, "stream": True}, "n"),
     ({"size": "16"}, "size"),
-    ({"size": "16X16"}, "size"),
-    ({"size": "16 x 16"}, "size"),
-    ({"size": "-16x16"}, "size"),
-    ({"size": "0x16"}, "size"),
-    ({"size": "016x16"}, "size"),
     ({"size": "１６x16"}, "size"),
     ({"size": "16x16\n"}, "size"),
     ({"size": "17x16"}, "size"),
     ({"size": "136x8"}, "size"),
     ({"size": "128x64"}, "size"),
-    ({"size": "99999x99999"}, "size"),
-    ({"size": "9999999999999999x8"}, "size"),
-    ({"size": [16, 16]}, "size"),
-    ({"size": ""}, "size"),
-    ({"response_format": "file"}, "response_format"),
-    ({"response_format": 1}, "response_format"),
     ({"output_format": "svg"}, "output_format"),
-    ({"output_format": "gif"}, "output_format"),
-    ({"output_format": "jpg"}, "output_format"),
-    ({"output_format": []}, "output_format"),
-    ({"output_compression": 101}, "output_compression"),
-    ({"output_compression": -1}, "output_compression"),
-    ({"output_compression": 50.5}, "output_compression"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream": 1}, "stream"),
     ({"partial_images": 1}, "partial_images"),
     ({"partial_images": 4, "stream": True}, "partial_images"),
-    ({"partial_images": -1, "stream": True}, "partial_images"),
-    ({"partial_images": True, "stream": True}, "partial_images"),
     ({"num_inference_steps": 0}, "num_inference_steps"),
     ({"num_inference_steps": 51}, "num_inference_steps"),
     ({"num_inference_steps": 10**30}, "num_inference_steps"),
-    ({"num_inference_steps": 4.0}, "num_inference_steps"),
-    ({"guidance_scale": -0.1}, "guidance_scale"),
     ({"guidance_scale": NAN}, "guidance_scale"),
-    ({"guidance_scale": INF}, "guidance_scale"),
     ({"guidance_scale": 101}, "guidance_scale"),
-    ({"guidance_scale": "7"}, "guidance_scale"),
-    ({"guidance_scale": True}, "guidance_scale"),
     ({"guidance_scale": 10**400}, "guidance_scale"),
     ({"seed": -2}, "seed"),
     ({"seed": MAX_SEED + 1}, "seed"),
     ({"seed": MAX_SEED, "n": 2}, "seed"),
-    ({"seed": 1.0}, "seed"),
-    ({"seed": False}, "seed"),
     ({"scheduler": "euler_b"}, "scheduler"),
-    ({"scheduler": "EULER"}, "scheduler"),
-    ({"scheduler": 1}, "scheduler"),
     ({"deadline_ms": 0}, "deadline_ms"),
-    ({"deadline_ms": 1.5}, "deadline_ms"),
-    ({"deadline_ms": 10**12}, "deadline_ms"),
-    ({"loras": {}}, "loras"),
     ({"loras": [LORA] * 65}, "loras"),
     ({"loras": [{"name": f"l{i}"} for i in range(9)]}, "loras"),
     ({"loras": ["noto"]}, "loras.0"),
-    ({"loras": [{}]}, "loras.0.name"),
     ({"loras": [LORA, LORA]}, "loras.1.name"),
     ({"controlnets": [{"name": "my edges", "image": "AAAA"}]}, "controlnets.0.name"),
     ({"loras": [LORA, {"name": "sketch", "scale": NAN}]}, "loras.1.scale"),
-    ({"loras": [{"name": "noto", "scale": -INF}]}, "loras.0.scale"),
     ({"loras": [{"name": "noto", "scale": 1e30}]}, "loras.0.scale"),
-    ({"loras": [{"name": "noto", "scale": True}]}, "loras.0.scale"),
-    ({"loras": [{"name": "noto", "scale": "1"}]}, "loras.0.scale"),
-    ({"loras": [{"name": "noto", "path": "/etc/passwd"}]}, "loras.0.path"),
     ({"lora_policy": "eventually"}, "lora_policy"),
     ({"lora_free_steps": 1}, "lora_free_steps"),
     ({"lora_free_steps": 4, "lora_policy": "bounded_async"}, "lora_free_steps"),
-    ({"lora_free_steps": -1, "lora_policy": "bounded_async"}, "lora_free_steps"),
     ({"controlnets": [CONTROL] * 5}, "controlnets"),
-    ({"controlnets": [{"name": "edges"}]}, "controlnets.0.image"),
-    ({"controlnets": [{"image": CONTROL["image"]}]}, "controlnets.0.name"),
     ({"controlnets": [{**CONTROL, "image": ""}]}, "controlnets.0.image"),
-    ({"controlnets": [{**CONTROL, "image": "!!!"}]}, "controlnets.0.image"),
     ({"controlnets": [{**CONTROL, "image": b64(b"no picture")}]}, "controlnets.0.image"),
     ({"controlnets": [CONTROL, {**CONTROL, "image": b64(png(200, 200))}]}, "controlnets.1.image"),
-    ({"controlnets": [{**CONTROL, "image": 5}]}, "controlnets.0.image"),
-    ({"controlnets": [{**CONTROL, "scale": NAN}]}, "controlnets.0.scale"),
-    ({"controlnets": [{**CONTROL, "start": -0.1}]}, "controlnets.0.start"),
-    ({"controlnets": [{**CONTROL, "end": 1.1}]}, "controlnets.0.end"),
     ({"controlnets": [{**CONTROL, "start": 0.5, "end": 0.5}]}, "controlnets.0.end"),
-    ({"controlnets": [{**CONTROL, "start": True}]}, "controlnets.0.start"),
     ({"controlnets": [{**CONTROL, "preprocess": 1}]}, "controlnets.0.preprocess"),
-    ({"controlnets": [{**CONTROL, "preprocess": "nope"}]}, "controlnets.0.preprocess"),
-    ({"controlnets": [{**CONTROL, "preprocess": "../nope"}]}, "controlnets.0.preprocess"),
     ({"controlnets": [{**CONTROL, "name": "plain", "preprocess": True}]}, "controlnets.0.preprocess"),
-    ({"controlnets": [{**CONTROL, "weight": 1}]}, "controlnets.0.weight"),
     ({"scheduler": "ddim", "sigmas": "karras"}, "sigmas"),
-    ({"sigmas": "karas"}, "sigmas"),
-    ({"scheduler": "ddim", "eta": 1.5}, "eta"),
     ({"scheduler": "euler", "eta": 0.5}, "eta"),
-    ({"guidance_rescale": -0.1}, "guidance_rescale"),
-    ({"guidance_rescale": NAN}, "guidance_rescale"),
-    ({"clip_skip": -1}, "clip_skip"),
-    ({"prompt_syntax": "a111"}, "prompt_syntax"),
-    ({"original_size": "big"}, "original_size"),
-    ({"target_size": "0x5"}, "target_size"),
-    ({"crop": [1]}, "crop"),
     ({"crop": [1, -1]}, "crop.1"),
-    ({"clip_skip": 1.5}, "clip_skip"),
-    ({"steps": 20}, "steps"),
     ({"": 1}, ""),
 ]
 
 
-def _describe(body, _param=None):
-    return json.dumps(body)[:60]
-
-
-@pytest.mark.parametrize(("fields", "param"), BAD, ids=[_describe(fields) for fields, _ in BAD])
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: json.dumps(value)[:60])
 def test_wrong_input_is_a_400_that_names_the_field(fields, param):
     """Each mistake is told with its dotted place, and nothing reaches the engine."""
     service = FakeImageService()
@@ -366,20 +266,10 @@ def test_what_does_not_exist_is_a_404(client, service, fields, param, code):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b'"x"',
-        b"5",
-        b"\xff\xfe{}",
-        b"{" * 50_000,
-        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
-    ],
+    [b"", b"[]", b"\xff\xfe{}", b"{" * 50_000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"],
 )
 def test_a_body_that_is_no_json_object_is_a_400(client, service, content):
-    """Broken, foreign, deep or endless JSON is told as such."""
+    """Empty, foreign, deep or endless JSON is told as such."""
     answer = client.post(URL, content=content, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] in {"invalid_json", "invalid_body", "invalid_value"}
@@ -409,7 +299,8 @@ def test_a_long_body_is_parsed_beside_the_event_loop(client, service, monkeypatc
 
 
 def test_what_is_read_for_long_is_read_by_tenants_in_turn(service, monkeypatch):
-    """One that sends long bodies all day, or prompts full of marks, keeps nobody's from being read."""
+    """One that sends long bodies all day, or prompts full of marks, keeps nobody's from being read. What is short is
+    read at once."""
     asked = []
 
     class Reading:
@@ -421,27 +312,11 @@ def test_what_is_read_for_long_is_read_by_tenants_in_turn(service, monkeypatch):
         monkeypatch.setattr(module, "READING", Reading())
     keys = tuple(ApiKey.from_secret(f"sk-{name}", tenant=name) for name in ("acme", "blue"))
     client = make_client(service, HttpSettings(api_keys=keys))
-    for name, padding in (("acme", 70_000), ("blue", 0)):
+    for name, padding, syntax in (("acme", 70_000, "a1111"), ("blue", 0, "plain"), ("blue", 0, "a1111")):
         headers = {"authorization": f"Bearer sk-{name}"}
-        body = {"prompt": "a (red) cat", "prompt_syntax": "a1111", "user": "A" * padding}
+        body = {"prompt": "a (red) cat", "prompt_syntax": syntax, "user": "A" * padding}
         assert client.post(URL, json=body, headers=headers).status_code == 200
     assert asked == ["acme", "acme", "blue"]
-
-
-@pytest.mark.parametrize("syntax", ["plain", "a1111"])
-def test_marks_are_read_beside_the_event_loop(client, monkeypatch, syntax):
-    """Four prompts full of them take some 50 ms."""
-    threads = []
-    resolved = routes.resolve
-
-    def watched(*args, **more):
-        threads.append(threading.current_thread().name)
-        return resolved(*args, **more)
-
-    monkeypatch.setattr(routes, "resolve", watched)
-    assert post(client, prompt="a (red) cat", prompt_syntax=syntax).status_code == 200
-    (name,) = threads
-    assert name.startswith("plait-read_") == (syntax == "a1111")
 
 
 def test_of_very_many_unknown_fields_a_few_are_told(client, service):
@@ -458,16 +333,12 @@ def test_of_very_many_unknown_fields_a_few_are_told(client, service):
         with pytest.raises(ValidationError) as refused:
             GenerationBody.model_validate(body)
         assert refused.value.error_count() == 16
-    for field in ("crop", "loras"):
-        with pytest.raises(ValidationError) as refused:
-            GenerationBody.model_validate({"prompt": "x", field: ["a"] * 20_000})
-        assert refused.value.error_count() <= 65
     assert service.submitted == []
 
 
 @pytest.mark.parametrize(
     ("text", "position"),
-    [("\x00", 0), ("a\x1fb", 1), ("\t\n\r\x0b", 3), ("ab\x0c", 2), ("\x7f", 0), ("\x9f", 0), ("\xa0 \u200b é\x80", 5)],
+    [("\x00", 0), ("\t\n\r\x0b", 3), ("\x7f", 0), ("\xa0 \u200b é\x80", 5)],
 )
 def test_a_control_character_is_told_with_its_place(client, text, position):
     """Those of Unicode's category Cc but tabs and line breaks."""
@@ -478,32 +349,13 @@ def test_a_control_character_is_told_with_its_place(client, text, position):
     assert post(client, prompt="".join(char for char in allowed if char not in controls)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
-)
-def test_a_body_of_another_type_is_refused(client, service, content_type):
+@pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}], ids=["none", "text"])
+def test_a_body_of_another_type_is_refused(client, service, headers):
     """A page of another origin can post text without asking first, so only JSON is read."""
-    headers = {} if content_type is None else {"content-type": content_type}
     answer = client.post(URL, content=b'{"prompt": "x"}', headers=headers)
     assert answer.status_code == 400
     assert "application/json" in answer.json()["error"]["message"]
     assert service.submitted == []
-
-
-def test_a1111_prompts_name_loras_and_keep_their_weights(client, service):
-    """With the syntax on, tags join the set after the field's own LoRAs, and the other marks reach the engine."""
-    answer = post(
-        client,
-        prompt="a (red:1.2) cat <LoRA:sketch:0.5>",
-        prompt_syntax="a1111",
-        loras=[{"name": "noto", "scale": 0.8}],
-    )
-    assert answer.status_code == 200, answer.text
-    (request,) = service.submitted
-    assert request.prompt == "a (red:1.2) cat "
-    assert request.prompt_syntax == "a1111"
-    assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 0.8), ("sketch", 0.5)]
-    assert answer.json()["hints"] == []
 
 
 @pytest.mark.parametrize(
@@ -511,8 +363,6 @@ def test_a1111_prompts_name_loras_and_keep_their_weights(client, service):
     [
         ({"prompt": "cat <lora:nobody:1>"}, 404, "prompt"),
         ({"prompt": "cat <lora:noto:1>", "loras": [{"name": "noto"}]}, 400, "prompt"),
-        ({"prompt": "cat <lora:noto:x>"}, 400, "prompt"),
-        ({"prompt": "[cat:dog:0.5]"}, 400, "prompt"),
         ({"negative_prompt": "<lora:noto:1>"}, 400, "negative_prompt"),
         ({"prompt_2": "a AND b"}, 400, "prompt_2"),
         ({"prompt": "".join(f"<lora:l{i}:1>" for i in range(17))}, 400, "prompt"),
@@ -539,17 +389,6 @@ def test_plain_prompts_with_marks_get_a_hint(client, service):
     service.offers = replace(FAKE_CATALOG, models=(replace(FAKE_CATALOG.model, terms=RequestTerms()),))
     (hint,) = post(client, prompt="a <lora:noto:1> cat").json()["hints"]
     assert hint.endswith("this model knows no marks, and LoRAs go into loras"), "it would refuse prompt_syntax"
-
-
-@pytest.mark.parametrize(
-    "word", ["steps", "cfg_scale", "sampler_name", "negativ_prompt", "width", "prompt_3", "lora_path"]
-)
-def test_an_unknown_field_gets_a_hint(client, word):
-    """What users of other servers type is answered with our name for it."""
-    meant = {"steps": "num_inference_steps", "cfg_scale": "guidance_scale", "sampler_name": "scheduler",
-             "negativ_prompt": "negative_prompt", "width": "size", "prompt_3": "prompt",
-             "lora_path": "loras"}[word]  # fmt: skip
-    assert f"did you mean {meant}?" in post(client, **{word: 3}).json()["error"]["message"]
 
 
 def test_no_client_can_say_that_its_request_is_tried_again(client, service):
@@ -581,21 +420,6 @@ def test_a_bug_in_the_routes_is_a_500_without_its_text(caplog):
     assert "ZeroDivisionError: secret" in caplog.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("step", [0, 3])
-async def test_a_disconnect_cancels_within_one_step(stream, step):
-    """The client goes before the first step or while one runs, which then never ends; no answer is made."""
-    service = FakeImageService()
-    service.holds_at_step = step
-    body = {"prompt": "x", "num_inference_steps": 50, "stream": stream}
-    call = AsgiCall(make_app(service), json.dumps(body).encode())
-    await until(lambda: bool(service.submitted) and service.steps_run == step)
-    call.disconnect()
-    await call.done()
-    assert (service.steps_run, len(service.cancelled), service.finished) == (step, 1, [])
-    assert stream or call.status == 499
-
-
 @pytest.mark.parametrize("path", [URL, "/v1/images/edits"])
 async def test_a_client_that_goes_while_it_sends_hurts_nobody(path, caplog):
     """Its body never ended: that is no failure, and no mistake of anybody's."""
@@ -607,45 +431,34 @@ async def test_a_client_that_goes_while_it_sends_hurts_nobody(path, caplog):
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_a_server_that_cancels_the_request_cancels_the_work():
-    """Ray Serve tells a disconnect by cancelling the task; that ends the work as well."""
-    service = FakeImageService(step_s=60.0)
-    call = AsgiCall(make_app(service), b'{"prompt": "x"}')
-    await until(lambda: bool(service.submitted))
-    call.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call.task
-    assert len(service.cancelled) == 1
-
-
-async def test_many_requests_at_once_keep_their_own_answers():
-    """Twenty clients at once each get the image of their own prompt and seed."""
-    service = FakeImageService(step_s=0.001)
-    app = make_app(service)
-    calls = [AsgiCall(app, json.dumps({"prompt": f"p{i}", "seed": i}).encode()) for i in range(20)]
-    await asyncio.gather(*(call.done() for call in calls))
-    requests = {request.prompt: request for request in service.submitted}
-    for i, call in enumerate(calls):
-        body = json.loads(b"".join(call.chunks))
-        assert np.array_equal(pixels(body["data"][0]["b64_json"]), fake_image(requests[f"p{i}"], i))
-
-
-def test_a_service_that_ends_without_a_result_is_a_503():
-    """A generator that just stops is told as a stopped engine, not as a hang or a bug."""
+@pytest.mark.parametrize(
+    ("error", "status", "code"), [(None, 503, EngineStopped.code), (ValueError("secret"), 500, "internal_error")]
+)
+def test_a_service_that_ends_without_a_result_or_raises_is_told_as_that(error, status, code):
+    """As a stopped engine and as a bug, not as a hang."""
 
     class Silent(FakeImageService):
         async def generate(self, request):
+            if error is not None:
+                raise error
             return
             yield
 
     answer = post(make_client(Silent()))
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == EngineStopped.code
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert "secret" not in answer.text
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"steps": 3}, "did you mean num_inference_steps?"),
+        ({"cfg_scale": 3}, "did you mean guidance_scale?"),
+        ({"sampler_name": 3}, "did you mean scheduler?"),
+        ({"negativ_prompt": 3}, "did you mean negative_prompt?"),
+        ({"width": 3}, "did you mean size?"),
+        ({"prompt_3": 3}, "did you mean prompt?"),
+        ({"lora_path": 3}, "did you mean loras?"),
         ({"loras": "noto"}, 'loras: write [{"name": "noto", "scale": 1.0}], a list'),
         ({"loras": {"name": "noto"}}, 'loras: write [{"name": "NAME", "scale": 1.0}], a list'),
         ({"controlnets": ["edges"]}, 'controlnets.0: write {"name": "edges", "image": "BASE64"}, an object'),
@@ -660,12 +473,7 @@ def test_a_service_that_ends_without_a_result_is_a_503():
     ids=lambda value: json.dumps(value)[:40],
 )
 def test_a_name_spelled_wrong_gets_the_nearest_one(client, fields, said):
-    """At any depth, and in our own words."""
+    """At any depth, and in our own words; what users of other servers type is answered with our name for it."""
     message = post(client, **fields).json()["error"]["message"]
     assert said in message
     assert "dictionary" not in message
-
-
-def test_the_address_of_a_model_spelled_wrong_gets_the_nearest_one(client):
-    """The catalog's own look-up, too."""
-    assert "did you mean emoji?" in client.get("/v1/models/emoij").json()["error"]["message"]

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
+import threading
 import time
-import zlib
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
-from fakes.ranking import FAKE_CARD, FakeRanker, fake_outputs, fake_rankers
+from fakes.ranking import FAKE_CARD, FakeRanker, fake_rankers
 from plait_disagg import errors as rank_errors
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_serving.health import Health
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.errors import RANK_ANSWERS
+from plait_serving.http.ranking import infer
 from plait_serving.ranking.local import LocalRankingService
 from support.http_app import AsgiCall
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
@@ -30,15 +29,6 @@ from support.prometheus import total
 @pytest.fixture
 def client():
     return make_client()
-
-
-def test_the_server_says_what_it_is(client):
-    """Server metadata, liveness, readiness."""
-    about = client.get("/v2").json()
-    assert (about["name"], about["extensions"]) == ("plait", ["binary_tensor_data"])
-    assert client.get("/v2/health/live").json() == {"live": True}
-    assert client.get("/v2/health/ready").json() == {"ready": True}
-    assert client.get("/v2/models/picks/ready").json() == {"name": "picks", "ready": True}
 
 
 def test_the_model_lists_every_tensor(client):
@@ -60,57 +50,27 @@ def test_the_model_lists_every_tensor(client):
     assert outputs == {"score": ("FP32", [-1]), "parts": ("FP32", [-1, 2])}
 
 
-@pytest.mark.parametrize("candidates", [None, 1, 64, 1000])
-def test_the_example_can_be_posted_as_it_is(client, candidates):
-    """It is answered, has as many candidates as asked for, and is the same each time."""
+@pytest.mark.parametrize("candidates", [None, 1000])
+@pytest.mark.parametrize("items", [False, True])
+def test_the_example_can_be_posted_as_it_is(candidates, items):
+    """It is answered, has as many candidates as asked for, and is the same each time. They are items of the store,
+    where there is one: scores of a first try then mean something."""
+    client = make_client(items=items)
     url = "/v2/models/picks/example" + ("" if candidates is None else f"?candidates={candidates}")
     example = client.get(url)
     assert example.content == client.get(url).content
+    tensors = {tensor["name"]: tensor["data"] for tensor in example.json()["inputs"]}
+    assert (tensors["price"] == [i / 8 for i in tensors["item"]]) == items
     answer = client.post(INFER, content=example.content)
-    assert answer.status_code == 200
     assert outputs_of(answer)["score"].shape == (candidates or 64,)
 
 
-@pytest.mark.parametrize("items", [False, True])
-def test_the_example_has_known_items_where_there_are_any(items):
-    """Scores of a first try then mean something; without a store the numbers are made up, and are answered too."""
-    client = make_client(items=items)
-    body = client.get("/v2/models/picks/example?candidates=50").json()
-    tensors = {tensor["name"]: tensor["data"] for tensor in body["inputs"]}
-    assert (tensors["price"] == [i / 8 for i in tensors["item"]]) == items
-    assert client.post(INFER, json=body).status_code == 200
-
-
-@pytest.mark.parametrize("candidates", ["0", "-1", "1001", "1025", "x", "9" * 30])
+@pytest.mark.parametrize("candidates", ["0", "1001", "x", "9" * 30])
 def test_an_example_has_bounds(client, candidates):
     """No more candidates than the model takes, and never so many that making them costs something."""
     answer = client.get(f"/v2/models/picks/example?candidates={candidates}")
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("candidates: ")
-
-
-@pytest.mark.parametrize("path", [INFER, "/v2/models/picks/versions/1/infer"])
-@pytest.mark.parametrize("form", ["json", "nested", "binary"])
-def test_infer_answers_what_the_ranker_says(path, form):
-    """All forms reach the ranker as the same tensors, and its outputs come back."""
-    ranker = FakeRanker()
-    client = make_client(ranker)
-    sent = arrays(5)
-    if form == "binary":
-        body, headers = as_binary(sent, id="a-7")
-    else:
-        body, headers = json.dumps(as_json(sent, nested=form == "nested", id="a-7")).encode(), {}
-    answer = client.post(path, content=body, headers=headers)
-    assert answer.status_code == 200
-    (request,) = ranker.ranked
-    for name, array in sent.items():
-        np.testing.assert_array_equal(request.tensors[name].numpy(), array)
-    head = answer.json()
-    assert (head["model_name"], head["model_version"], head["id"]) == ("picks", "1", "a-7")
-    expected = {name: tensor.numpy() for name, tensor in fake_outputs(request).items()}
-    for name, values in outputs_of(answer).items():
-        np.testing.assert_array_equal(values, expected.pop(name))
-    assert expected == {}
 
 
 def test_no_content_type_is_needed_and_none_is_believed(client):
@@ -134,13 +94,6 @@ def test_outputs_come_in_the_form_and_the_order_that_is_asked_for(client):
         np.testing.assert_array_equal(values, plain[name])
 
 
-def test_an_unknown_output_is_refused_by_name(client):
-    """With a hint."""
-    answer = client.post(INFER, json=as_json(arrays(), outputs=[{"name": "scores"}]))
-    assert answer.status_code == 400
-    assert answer.json()["error"] == "scores: the model has no such output; did you mean score?"
-
-
 def test_id_and_parameters_are_echoed(client):
     """All but those that were for the transport."""
     parameters = {"deadline_ms": 5000, "trace": "x", "flag": True, "binary_data_output": False}
@@ -148,16 +101,6 @@ def test_id_and_parameters_are_echoed(client):
     assert head["id"] == ""
     assert head["parameters"] == {"deadline_ms": 5000, "trace": "x", "flag": True}
     assert "id" not in client.post(INFER, json=as_json(arrays())).json()
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP"])
-def test_a_compressed_body_is_unpacked(client, encoding):
-    """Both of the client's encodings, around either form."""
-    pack = gzip.compress if encoding.lower() == "gzip" else zlib.compress
-    body, headers = as_binary(arrays())
-    for raw, more in ((body, headers), (json.dumps(as_json(arrays())).encode(), {})):
-        answer = client.post(INFER, content=pack(raw), headers=more | {"content-encoding": encoding})
-        assert answer.status_code == 200
 
 
 def test_a_bomb_does_not_go_off():
@@ -206,14 +149,11 @@ def test_a_body_that_can_not_be_unpacked_is_a_400(client, content, encoding):
     ("method", "path", "status"),
     [
         ("POST", "/v2/models/nope/infer", 404),
-        ("POST", "/v2/models/picks/versions/2/infer", 404),
         ("GET", "/v2/models/nope", 404),
         ("GET", "/v2/models/picks/versions/2", 404),
-        ("GET", "/v2/models/nope/ready", 404),
         ("GET", "/v2/models/nope/example", 404),
         ("GET", "/v2/nope", 404),
         ("GET", INFER, 405),
-        ("POST", "/v2/models/picks", 405),
     ],
 )
 def test_errors_have_the_protocols_form(client, method, path, status):
@@ -231,25 +171,22 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("body", "names"),
     [
+        (as_json(arrays(), outputs=[{"name": "scores"}]), "scores: the model has no such output; did you mean score?"),
         (changed(item=None), "item"),
         (changed(item=np.array([0, 1, 99])), "item"),
-        (changed(item=np.array([0, 1, -1])), "item"),
         (changed(genres_offsets=np.array([0, 2, 1, 3])), "genres_offsets"),
-        (changed(genres_offsets=np.array([1, 1, 1, 3])), "genres_offsets"),
         (changed(history=np.zeros(10_001, np.int64), history_offsets=np.array([0, 10_001])), "history"),
-        (changed(price=np.zeros((3, 2), np.float32)), "price"),
-        (changed(price=np.zeros((10**4, 1), np.float32)), "price"),
         (changed(item=np.zeros(10**4, np.int64)), "item"),
     ],
 )
 def test_bad_values_are_a_400_that_names_the_input(client, body, names):
-    """Ids outside their table, offsets that do not add up, shapes, too many candidates."""
+    """An output that there is not, ids outside their table, offsets that do not add up, too many candidates."""
     answer = client.post(INFER, json=body)
     assert answer.status_code == 400
     assert names in answer.json()["error"]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_numbers_must_be_finite(client, bad):
     """NaN and infinity are refused in binary, where JSON cannot even say them; and 1e300 does not fit FP32."""
     sent = arrays() | {"price": np.array([[0], [1], [bad]], np.float32)}
@@ -260,19 +197,7 @@ def test_numbers_must_be_finite(client, bad):
     assert (answer.status_code, "price" in answer.json()["error"]) == (400, True)
 
 
-def test_ten_million_candidates_are_refused():
-    """Declared in a small body, or really sent in binary; other requests are answered as before."""
-    client = make_client(settings=HttpSettings(max_body_bytes=200 << 20, max_bodies_bytes=400 << 20))
-    declared = as_json(arrays())
-    declared["inputs"][4]["shape"] = [10**7]
-    assert client.post(INFER, json=declared).status_code == 400
-    body, headers = as_binary(arrays() | {"item": np.zeros(10**7, np.int64)})
-    answer = client.post(INFER, content=body, headers=headers)
-    assert (answer.status_code, "10000000 candidates" in answer.json()["error"]) == (400, True)
-    assert client.post(INFER, json=as_json(arrays())).status_code == 200
-
-
-@pytest.mark.parametrize("header", ["x", "-1", "1.5", "", "0x10", "9" * 40, "9" * 11, "0"])
+@pytest.mark.parametrize("header", ["x", "-1", "", "9" * 40, "9" * 11, "0"])
 def test_a_bad_header_length_is_a_400(client, header):
     """The message names the header."""
     body, _ = as_binary(arrays())
@@ -291,12 +216,19 @@ def test_json_that_is_too_long_is_a_413_and_says_what_to_do():
     assert client.post(INFER, content=body, headers=headers).status_code == 200
 
 
-def test_a_large_body_is_answered_too():
-    """Above the size that is read on the event loop itself."""
-    client = make_client(FakeRanker())
-    sent = arrays(1000) | {"history": np.zeros(0, np.int64), "history_offsets": np.array([0, 0])}
-    body = json.dumps(as_json(sent)) + " " * 300_000
-    assert outputs_of(client.post(INFER, content=body))["score"].shape == (1000,)
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_long_body_is_read_beside_the_event_loop(monkeypatch, is_long):
+    """Others are answered meanwhile."""
+    threads, parse = [], infer.parse_infer
+
+    def watched(*args, **more):
+        threads.append(threading.current_thread().name)
+        return parse(*args, **more)
+
+    monkeypatch.setattr(infer, "parse_infer", watched)
+    body = json.dumps(as_json(arrays())) + " " * (300_000 * is_long)
+    assert make_client().post(INFER, content=body).status_code == 200
+    assert threads[0].startswith("plait-work_") == is_long
 
 
 @pytest.mark.parametrize(
@@ -349,7 +281,7 @@ def test_the_ranker_is_told_the_deadline():
     assert before_s + 50 <= given <= time.monotonic() + 50
 
 
-@pytest.mark.parametrize("value", [0, -1, "5", True, 1e300])
+@pytest.mark.parametrize("value", [0, "5", True, 1e300])
 def test_a_senseless_deadline_is_a_400(client, value):
     """Named as the parameter that it is."""
     answer = client.post(INFER, json=as_json(arrays(), parameters={"deadline_ms": value}))
@@ -367,95 +299,39 @@ async def test_a_client_that_goes_while_it_sends_hurts_nobody():
     assert (call.status, ranker.ranked) == (499, [])
 
 
-async def test_a_large_body_does_not_stop_the_others():
-    """While a thread reads 5 MB of numbers, a small request is answered."""
-    ranker = FakeRanker()
-    app = create_app(
-        None, HttpSettings(max_infer_json_bytes=16 << 20), ranking=LocalRankingService(fake_rankers(ranker))
-    )
-    large = AsgiCall(app, json.dumps(as_json({"x": np.zeros(2_000_000, np.int64)})).encode(), path=INFER)
-    await asyncio.sleep(0)
-    small = AsgiCall(app, json.dumps(as_json(arrays())).encode(), path=INFER)
-    await small.done()
-    assert small.status == 200
-    await large.done()
-    assert large.status == 400
-
-
 # --- beside the image API ----------------------------------------------------------------------------------------
 
 
-def test_readiness_takes_the_rankers_into_account():
-    """/health, /v2/health/ready and the model's own say what is missing."""
-    ranker = FakeRanker()
-    ranker.missing = "the HN worker is starting"
-    client = make_client(ranker)
-    for path in ("/health", "/v2/health/ready", "/v2/models/picks/ready"):
-        answer = client.get(path)
-        assert (answer.status_code, "HN worker" in answer.text) == (503, True)
-    assert client.get("/v2/health/live").status_code == 200
-
-
 def test_a_server_may_have_both():
-    """Both families of routes; the rankers are ready before the image model is."""
+    """Each model is listed as what it is; the rankers are ready before the image model is."""
     images = FakeImageService(health=Health(ready=False, reason="no warm-up picture yet"))
     client = TestClient(create_app(images, HttpSettings(), ranking=LocalRankingService(fake_rankers())))
     assert client.get("/health").json()["reason"] == "no warm-up picture yet"
-    assert client.get("/v2/health/ready").json() == {"ready": True}
-    assert client.get("/v2/models/picks/ready").status_code == 200
-    images.state = Health(ready=True, warmup_s=1.0)
-    assert client.get("/health").json()["warmup_s"] == 1.0
-    assert [(m["id"], m["kind"]) for m in client.get("/v1/models").json()["data"]] == [
-        ("emoji", "base"),
-        ("picks", "recommender"),
-    ]
+    assert client.get("/v2/models/picks/ready").json() == {"name": "picks", "ready": True}
+    listed = [(model["id"], model["kind"]) for model in client.get("/v1/models").json()["data"]]
+    assert listed == [("emoji", "base"), ("picks", "recommender")]
     assert client.get("/v1/models/picks").json()["items"] == FAKE_CARD.items
-    assert client.post("/v1/images/generations", json={"prompt": "x"}).status_code == 200
 
 
 def test_a_server_has_only_the_routes_of_what_it_has():
     """No image routes without an image model, no ranking routes without a recommender."""
     ranks = make_client()
+    assert ranks.get("/").status_code == 200  # the page, which understands that
+    assert ranks.get("/v1/status").json()["services"] == {"ranking": True}
     assert ranks.post("/v1/images/generations", json={"prompt": "x"}).status_code == 404
-    assert ranks.get("/v1/loras").status_code == 404
-    assert ranks.get("/health").status_code == 200
     draws = TestClient(create_app(FakeImageService(), HttpSettings()))
     assert draws.get("/v2").status_code == 404
     assert draws.post("/v1/recommend", json={}).status_code == 404
     assert not any(path.startswith("/v2") for path in draws.get("/openapi.json").json()["paths"])
 
 
-def test_the_protocols_health_is_open_and_the_rest_needs_a_key():
-    """As /health is; errors of the keys have the protocol's form below /v2."""
-    keys = (ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER),)
-    client = make_client(settings=HttpSettings(api_keys=keys))
-    assert client.get("/v2/health/live").status_code == 200
-    assert client.get("/v2/health/ready").status_code == 200
-    for method, path in (("GET", "/v2"), ("GET", "/v2/models/picks"), ("POST", INFER)):
-        answer = client.request(method, path)
-        assert (answer.status_code, list(answer.json())) == (401, ["error"])
-        assert isinstance(answer.json()["error"], str)
-    answer = client.post(INFER, json=as_json(arrays()), headers={"authorization": "Bearer sk-user"})
-    assert answer.status_code == 200
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_beyond_the_limit_is_a_413_in_the_protocols_form(chunked):
-    """By its declared length, or as soon as a chunked body is too long."""
-    client = make_client(settings=HttpSettings(max_body_bytes=100))
-    body = json.dumps(as_json(arrays())).encode()
-    answer = client.post(INFER, content=iter([body[:50], body[50:]]) if chunked else body)
-    assert (answer.status_code, "larger than 100 bytes" in answer.json()["error"]) == (413, True)
-
-
 def test_metrics_count_rankings():
     """By model: how many, where the time went, candidates, bytes; and what the ranker itself counts."""
-    client = make_client(settings=HttpSettings())
+    client = make_client()
     for candidates in (3, 5):
         client.post(INFER, json=as_json(arrays(candidates)))
     client.post(INFER, json={})
     got = client.get("/metrics").text
-    assert total(got, "plait_rank_duration_seconds_count", model="picks") == 2
     assert total(got, "plait_rank_stage_seconds_sum", model="picks", stage="dense") == pytest.approx(0.004)
     assert total(got, "plait_rank_candidates_total", model="picks") == 8
     assert total(got, "plait_rank_crossed_bytes_total", model="picks") == 64 * 8
@@ -470,8 +346,8 @@ def test_a_model_answers_under_the_name_that_it_is_served_by():
     """A configuration may call a package anything; no answer shows the name it was packaged under."""
     models = {"films": fake_rankers()["picks"]}
     client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
-    assert client.get("/v2/models/films").json()["name"] == "films"
-    assert client.get("/v2/models/films/ready").json()["name"] == "films"
+    for path in ("films", "films/ready"):
+        assert client.get(f"/v2/models/{path}").json()["name"] == "films"
     assert client.post("/v2/models/films/infer", json=as_json(arrays())).json()["model_name"] == "films"
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["films"]
     user = {"person": 3, "mood": [0.5, 1, -0.25], "history": []}
