@@ -225,8 +225,9 @@ class ProcessConformance:
             (pack_head(FrameKind.MESSAGE, b'{"x":NaN}', b"", buffers=0, payload_bytes=0), ProtocolViolation),
             (pack_head(FrameKind.MESSAGE, b"{}", bytes(8), buffers=1, payload_bytes=99), ProtocolViolation),
             (pack_head(FrameKind.SHARED, b"{}", b"\xff" * 24, buffers=1, payload_bytes=9), ProtocolViolation),
+            (pack_head(FrameKind.GOODBYE, b"{}", b"", buffers=0, payload_bytes=0), ProtocolViolation),
         ],
-        ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place"],
+        ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place", "goodbye"],
     )
     def test_garbage_after_the_handshake(self, address: str, frame: bytes, error: type[FabricError]) -> None:
         """An authenticated peer that sends garbage is disconnected before anything is allocated for it."""

@@ -101,6 +101,14 @@ def test_a_replica_that_found_no_device_is_placed_elsewhere():
     assert total(found, "x") == 3
 
 
+def test_what_cannot_be_where_it_is_said_to_be_is_placed_anew():
+    """Reports are of different moments: two on one device, and one whose devices nobody knows."""
+    where = {"name": "x", "node_class": "a", "node": 0}
+    standing = [Standing(**where, devices=(0,)), Standing(**where, devices=(0,)), Standing(**where)]
+    found = run([demand("x", 0.6, 3)], standing)
+    assert (found.counts["x", "a"], total(found, "x")) == (2, 3)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_demands_end_with_every_replica_on_devices_of_its_own(seed):
     """Whatever is asked for, waves end, nothing is placed twice, and only what has no room is left out."""

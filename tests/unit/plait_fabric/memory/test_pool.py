@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from plait_fabric import Lease, LeaseMisuse, Pool, PoolExhausted
+from plait_fabric import Lease, LeaseMisuse, PeerLost, Pool, PoolExhausted
 from plait_fabric.memory.extents import ALIGNMENT_BYTES
+from support.waiting import wait_for
 
 CAPACITY_BYTES = 1 << 16
 
@@ -110,8 +112,19 @@ def test_refusals_are_explicit() -> None:
         pool.acquire(-1)
 
 
+def test_shut_pool_wakes_whoever_waits() -> None:
+    """When the channel ends, a waiting `acquire` raises the reason."""
+    pool = _pool()
+    pool.acquire(CAPACITY_BYTES)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pool.acquire, 1)
+        wait_for(lambda: pool.statistics().waits)
+        pool.shut(PeerLost("gone"))
+        assert isinstance(waiting.exception(60.0), PeerLost)
+
+
 def test_threads_share_a_pool() -> None:
-    """Threads that acquire, fill, check and release never see each other's bytes."""
+    """Threads that acquire, fill, check and release wait for each other, and never see each other's bytes."""
     pool = _pool(1 << 14)
     failures: list[str] = []
 
