@@ -25,7 +25,6 @@ from support.executors import (
     small_factors,
     small_inputs,
 )
-from support.tiny import seeded
 
 pytest.importorskip("openvino", reason="needs openvino")
 
@@ -276,8 +275,8 @@ class SelfAttention(torch.nn.Module):
 @pytest.fixture
 def attention(tmp_path):
     """The module, and its programs with these settings."""
-    with seeded(0):
-        module = SelfAttention().eval().requires_grad_(requires_grad=False)
+    torch.manual_seed(0)
+    module = SelfAttention().eval().requires_grad_(requires_grad=False)
     shape = InputSpec(name="x", shape=(None, 48, None, None))
     computation = Computation(module=module, inputs=(shape,), example=(torch.randn(2, 48, 4, 4),))
     return module, lambda **settings: openvino_at(tmp_path, **settings).prepare("k", lambda: computation)
