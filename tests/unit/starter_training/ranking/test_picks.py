@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_disagg.graph.inputs import check_inputs, tensor_names
 from plait_disagg.package import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.manifest import manifest_problems
@@ -53,19 +52,6 @@ def test_what_was_shipped_is_whole():
     """The state and the films are there, small, and as the manifest lists them."""
     assert sum((FOLDER / name).stat().st_size for name in (STATE, ITEMS)) < 1 << 20
     assert manifest_problems(FOLDER.parent) == []
-
-
-def test_items_feed_the_model():
-    """The films' arrays are the item-side inputs, and every film can be scored with them."""
-    model, inputs = build()
-    check_inputs(inputs)
-    arrays = items()
-    wanted = tensor_names([one for one in inputs if one.side == "item"])
-    assert sorted(arrays) == sorted(wanted)
-    assert len(item_names()) == FILMS == len(arrays["item"])
-    scores = model(**person(FILMS), **arrays)["score"]
-    assert scores.shape == (FILMS,)
-    assert bool(((scores > 0) & (scores < 1)).all())
 
 
 def person(rows: int, *, liked: tuple[str, ...] = (), history: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
