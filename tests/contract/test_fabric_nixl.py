@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from plait_bench.fabric.peer import echo, spawned_peer
 from plait_fabric import (
     Channel,
     FabricOptions,
@@ -163,31 +161,3 @@ def test_wrong_notes(raw: RawEnds, note: bytes) -> None:
         assert progress.result(WAIT_S)
     with pytest.raises(ProtocolViolation):
         client.send({}, [bytes(1_000)])
-
-
-def test_killed_in_mid_flood(library: None) -> None:
-    """A peer that is killed while it writes loses what was in flight, and no torn message arrives."""
-    payload = os.urandom(1 << 20)
-    with (
-        listen(ADDRESS, secret=SECRET) as listener,
-        spawned_peer(echo, listener.address, SECRET) as process,
-        listener.accept(WAIT_S) as channel,
-        ThreadPoolExecutor(1) as threads,
-    ):
-
-        def flood() -> None:
-            while True:
-                channel.send({}, [payload])
-
-        flooding = threads.submit(flood)
-        for number in range(10):
-            with channel.recv(WAIT_S) as message:
-                assert message.buffers[0] == payload
-            if number == 5:
-                process.kill()
-                break
-        with pytest.raises(PeerLost):
-            while True:
-                with channel.recv(WAIT_S) as message:
-                    assert message.buffers[0] == payload
-        assert isinstance(flooding.exception(WAIT_S), PeerLost)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,19 @@ def equal(values: Sequence[torch.Tensor], weights: Any = WEIGHTS, asks: Sequence
     return all(torch.equal(value, twin) for value, twin in zip(values, twins, strict=True))
 
 
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ShardWorker]]:
+    """`shard`, ended with the test."""
+    with ExitStack() as ends:
+
+        def started(number: int, **options: Any) -> ShardWorker:
+            worker = shard(number, **options)
+            ends.callback(worker.stop, drain_s=0)
+            return worker
+
+        yield started
+
+
 class _Gated(HeldPieces):
     """Pieces that answer when they may."""
 
@@ -53,10 +67,10 @@ class _Gated(HeldPieces):
         return super().lookup(requests)
 
 
-def test_shards_work_at_the_same_time() -> None:
+def test_shards_work_at_the_same_time(serve) -> None:
     """Both shards have their question before either has answered."""
     gates = [_Gated(number) for number in range(2)]
-    workers = [shard(number, held=gate) for number, gate in enumerate(gates)]
+    workers = [serve(number, held=gate) for number, gate in enumerate(gates)]
     sharded = merged([reach(number, worker) for number, worker in enumerate(workers)])
     with ThreadPoolExecutor(1) as threads:
         found = threads.submit(sharded.lookup, ASKS)
@@ -64,8 +78,6 @@ def test_shards_work_at_the_same_time() -> None:
         for gate in gates:
             gate.may_answer.set()
         assert equal(found.result(WAIT_S))
-    for worker in workers:
-        worker.stop(drain_s=0)
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
@@ -108,10 +120,10 @@ def _plus_one(number: int, version: str, pieces: HeldPieces) -> PreparedUpdate:
     return PreparedUpdate(version=version, dense_version="", writes=writes)
 
 
-def test_rows_are_of_the_version_that_was_asked_for() -> None:
+def test_rows_are_of_the_version_that_was_asked_for(serve) -> None:
     """A shard with another version says so and sends no rows; once all have the new one, its rows are there."""
     held = held_by(two_pieces(), WEIGHTS)
-    workers = [shard(number, held=held[number]) for number in range(2)]
+    workers = [serve(number, held=held[number]) for number in range(2)]
     tables = merged([reach(number, worker) for number, worker in enumerate(workers)])
     assert equal(tables.lookup(ASKS))
     workers[0].apply_update(_plus_one(0, "2", held[0]))
@@ -122,13 +134,11 @@ def test_rows_are_of_the_version_that_was_asked_for() -> None:
     workers[1].apply_update(_plus_one(1, "2", held[1]))
     assert equal(tables.lookup(ASKS), {**WEIGHTS, "t3": WEIGHTS["t3"] + 1})
     assert workers[0].metrics()["other_versions_total"] == 1
-    for worker in workers:
-        worker.stop(drain_s=0)
 
 
-def test_a_lost_shard_fails_what_needs_it_and_comes_back() -> None:
+def test_a_lost_shard_fails_what_needs_it_and_comes_back(serve) -> None:
     """Without shard 1 a lookup of its rows fails by its name, others go on; when it listens again all are answered."""
-    workers = [shard(number) for number in range(2)]
+    workers = [serve(number) for number in range(2)]
     address = workers[1].addresses[0]
     asker = reach(1, workers[1])
     tables = merged([reach(0, workers[0]), asker])
@@ -141,80 +151,63 @@ def test_a_lost_shard_fails_what_needs_it_and_comes_back() -> None:
         assert lost.value.back_in_s >= 1.0
     first_half = [make_ask("t2", "rows", [[0]])]  # too narrow for columns: its first row is on shard 0
     assert equal(tables.lookup(first_half), asks=first_half)
-    again = shard(1, address=address)
+    serve(1, address=address)
     assert eventually(lambda: asker.up == 1, within_s=WAIT_S)
     assert equal(tables.lookup(ASKS))
-    for worker in (workers[0], again):
-        worker.stop(drain_s=0)
 
 
-def test_a_twin_answers_for_a_replica_that_is_lost() -> None:
-    """A lookup that is at a replica when that is lost is asked of the other replica, and nobody notices."""
+def row_of(number: int) -> LookupRequest:
+    """A row of what shard 0 has of t3."""
+    piece = Lookup(name="x", table=two_pieces().of_table("t3")[0].name, mode="rows")
+    return LookupRequest(lookup=piece, ids=torch.tensor([number]))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_twin_answers_for_a_replica_that_is_lost_or_silent(serve, lost: bool) -> None:
+    """A lookup that is at a replica when that is lost is asked of the other one, and nobody notices; one that stops
+    answering costs it `twin_after_s`."""
     gate = _Gated(0)
-    first, twin = shard(0, held=gate), shard(0)
-    replicas = Replicas(first.addresses[0], twin.addresses[0])
-    asker = reach(0, first, twin, replicas=replicas)
+    first, twin = serve(0, held=gate), serve(0)
+    asker = reach(0, first, twin, twin_after_s=WAIT_S if lost else 0.05)
     assert eventually(lambda: asker.up == 2, within_s=WAIT_S)
-    request = LookupRequest(
-        lookup=Lookup(name="t", table=two_pieces().of_table("t3")[0].name, mode="rows"), ids=torch.tensor([3])
-    )
-    pending = [asker.begin([request], "1") for _ in range(2)]  # one at each
+    pending = [asker.begin([row_of(3)], "1") for _ in range(2)]  # one at each
     assert gate.asked.wait(WAIT_S)
-    first.stop(drain_s=0)
+    if lost:
+        first.stop(drain_s=0)
     for one in pending:
         assert torch.equal(one.result()[0], WEIGHTS["t3"][3:4, :16])
+    assert lost or asker.twins > 0
     gate.may_answer.set()
-    twin.stop(drain_s=0)
 
 
-def test_a_twin_answers_for_a_replica_that_is_silent() -> None:
-    """A replica that stops answering costs a lookup `twin_after_s`, then its twin is asked."""
-    gate = _Gated(0)
-    first, twin = shard(0, held=gate), shard(0)
-    asker = reach(0, first, twin, twin_after_s=0.05)
-    assert eventually(lambda: asker.up == 2, within_s=WAIT_S)
-    piece = two_pieces().of_table("t3")[0].name
-    request = LookupRequest(lookup=Lookup(name="t", table=piece, mode="rows"), ids=torch.tensor([3]))
-    pending = [asker.begin([request], "1") for _ in range(2)]  # one at each
-    for one in pending:
-        assert torch.equal(one.result()[0], WEIGHTS["t3"][3:4, :16])
-    assert asker.twins > 0
-    gate.may_answer.set()
-    for worker in (first, twin):
-        worker.stop(drain_s=0)
-
-
-def test_a_shard_that_does_not_answer_in_time_is_lost() -> None:
+def test_a_shard_that_does_not_answer_in_time_is_lost(serve) -> None:
     """A silent shard without a twin is an error after the time-out."""
     gate = _Gated(0)
-    worker = shard(0, held=gate)
-    tables = merged([reach(0, worker, answer_timeout_s=0.1, twin_after_s=0.05), reach(1, shard(1))])
+    worker = serve(0, held=gate)
+    tables = merged([reach(0, worker, answer_timeout_s=0.1, twin_after_s=0.05), reach(1, serve(1))])
     with pytest.raises(ShardLost, match="shard 0 of shop: it did not answer in time"):
         tables.lookup(ASKS)
     gate.may_answer.set()
-    worker.stop(drain_s=0)
 
 
-def test_what_a_shard_has_not_is_refused() -> None:
+def test_what_a_shard_has_not_is_refused(serve) -> None:
     """A piece that a shard does not serve is refused by name, and so is an id outside; the channel goes on."""
-    worker = shard(0)
+    worker = serve(0)
     asker = reach(0, worker)
     lookup = Lookup(name="x", table="nowhere", mode="rows")
     with pytest.raises(ShardRefused, match="nowhere"):
         asker.begin([LookupRequest(lookup=lookup, ids=torch.tensor([1]))], "1").result()
-    piece = Lookup(name="x", table=two_pieces().of_table("t3")[0].name, mode="rows")
     with pytest.raises(ShardRefused, match="id 64"):
-        asker.begin([LookupRequest(lookup=piece, ids=torch.tensor([64]))], "1").result()
+        asker.begin([row_of(64)], "1").result()
     with pytest.raises(ValueError, match="pooling needs offsets"):
         asker.begin([LookupRequest(lookup=Lookup(name="x", table="t", mode="sum"), ids=torch.tensor([1]))], "1")
-    (value,) = asker.begin([LookupRequest(lookup=piece, ids=torch.tensor([63]))], "1").result()
+    (value,) = asker.begin([row_of(63)], "1").result()
     assert value.shape == (1, 16)
-    worker.stop(drain_s=0)
 
 
-def test_shards_that_do_not_add_up_are_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_that_do_not_add_up_are_not_asked(serve, caplog: pytest.LogCaptureFixture) -> None:
     """Who expects another shard, or another deal of the tables, does not connect, and says in one sentence why."""
-    worker = shard(0)
+    worker = serve(0)
     other = make_weights(shapes=((8, 32), (19, 32), (3, 5), (64, 32), (1, 5)))
     for asks, said in (
         (who(1), "shard is 1, not 0: shards must be deployed together"),
@@ -226,7 +219,6 @@ def test_shards_that_do_not_add_up_are_not_asked(caplog: pytest.LogCaptureFixtur
         assert not made.up
         made.close()
         caplog.clear()
-    worker.stop(drain_s=0)
 
 
 _GOOD = {"kind": "rows", "number": 1, "of": "1"}
@@ -254,10 +246,10 @@ _PIECE = two_pieces().of_table("t0")[0].name
     ids=range(14),
 )
 def test_bad_clients_are_cut_off(
-    header: dict[str, Any], buffers: list[bytes], caplog: pytest.LogCaptureFixture
+    serve, header: dict[str, Any], buffers: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client that sends what no client sends is disconnected and logged; others are served."""
-    worker = shard(0)
+    worker = serve(0)
     with connect(worker.addresses[0], secret=SECRET) as client, caplog.at_level(logging.WARNING):
         client.send(greeting("hello", WIRE_VERSION, who(0).payload()))
         client.recv(WAIT_S).release()
@@ -266,4 +258,3 @@ def test_bad_clients_are_cut_off(
             client.recv(WAIT_S)
     assert "dropping client" in caplog.text
     assert reach(0, worker).up == 1
-    worker.stop(drain_s=0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from plait_bench.benchmark import Benchmark, Say
-from plait_bench.errors import Disagreement, SystemUnavailable
+from plait_bench.errors import SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import (
     FleetWorker,
@@ -18,7 +18,6 @@ from plait_bench.images.fleet import (
     System,
     peak_memory_of,
 )
-from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 
 
@@ -62,24 +61,6 @@ def calm() -> HostConditions:
     return HostConditions(load=0.1, wake_us=10.0)
 
 
-def run_on_fleets(
-    systems: Sequence[System],
-    workloads: Sequence[ItemList],
-    plan: RunPlan,
-    *,
-    cores: int,
-    open_fleet: OpenFleet,
-    max_open: int = 0,
-    check: Callable[[ItemList, Mapping[str, Sequence[object]]], None] | None = None,
-    look: Callable[[], HostConditions] = calm,
-    say: Say = lambda _: None,
-) -> BenchResult:
-    """The whole benchmark. ``check``: results must be equal, unless said otherwise."""
-    pool = FleetPool(systems, workloads, cores=cores, max_open=max_open, open_fleet=open_fleet)
-    made = [OnFleets(items, pool, check or equal) for items in workloads]
-    return measured(Benchmark(workloads=tuple(made), session=pool.session), plan, look=look, say=say)
-
-
 def measured(
     benchmark: Benchmark,
     plan: RunPlan,
@@ -89,12 +70,6 @@ def measured(
 ) -> BenchResult:
     """The result of a benchmark on a host with nothing else to do."""
     return joined(list(run(benchmark, plan, say=say, look=look)))
-
-
-def equal(_: ItemList, results: Mapping[str, Sequence[object]]) -> None:
-    """A check that wants the same of all systems."""
-    if len({tuple(values) for values in results.values()}) > 1:
-        raise Disagreement("results differ")
 
 
 def fake_systems(*names: str, **more: object) -> list[System]:

@@ -63,10 +63,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def probe(converted: Models) -> Iterator[Probe]:
     """A second start: the engine runs on what the first one converted."""
-    probe = converted.build()
-    assert probe.engine.pool.prepared == {"unet", "vae"}
-    yield probe
-    probe.engine.stop(drain_s=0)
+    with converted.started() as probe:
+        assert probe.engine.pool.prepared == {"unet", "vae"}
+        yield probe
 
 
 def test_alone_and_without_guidance(converted, probe):
@@ -93,16 +92,6 @@ def test_four_lora_sets_share_each_call(converted, probe):
         assert max_difference(ours, probe.latents(replace(one, loras=()))[0]) > 1e-2
 
 
-def test_each_set_alone_and_beside_none(converted, probe):
-    """A set alone; a set, none, and an image of n=2 in one call. The same seed gives the same latents within it."""
-    alone = probe.latents(dressed("both"))[0]
-    together = probe.latents(dressed("both"), PLAIN, dressed("text"))
-    assert probe.batches == [3, 3]
-    assert max_difference(alone, converted.reference(dressed("both"))) < CLOSE
-    for ours, one in zip(together, (dressed("both"), PLAIN, dressed("text")), strict=True):
-        assert max_difference(ours, converted.reference(one)) < CLOSE
-
-
 def test_a_controlnet_and_a_lora(converted, probe):
     """The ControlNet runs on its own program beside the UNet's; alone, and beside a request without it."""
     assert "edges" in probe.engine.pool.prepared or probe.latents(CONTROLLED)
@@ -123,29 +112,10 @@ def test_a_long_prompt_beside_a_short_one(converted, probe):
     assert max_difference(found[1], converted.reference(dressed("peft"))) < CLOSE
     (short,) = probe.latents(asked("long", prompt="a red apple and the cat " * 4, loras=SETS["peft"]))
     assert max_difference(found[0], short) > 1e-3
-    own = converted.build()  # torch's weights come into memory for this
-    try:
+    with converted.started() as own:  # torch's weights come into memory for this
         with exactly(own):
             (wanted,) = own.latents(long)
-    finally:
-        own.engine.stop(drain_s=0)
     assert 0 < max_difference(found[0], wanted) < CLOSE
-
-
-def test_the_same_sets_on_torch(converted):
-    """`executor: torch`: four sets as inputs of shared calls; a set alone is merged; none leaves a trace."""
-    probe = converted.build(executor=ExecutorName.TORCH)
-    requests = [dressed(name) for name in ("kohya", "both", "text", "conv")]
-    try:
-        found = probe.latents(*requests)
-        assert (probe.batches, probe.engine.statistics().lora_switches) == ([4, 4], 0)
-        found += probe.latents(requests[2])
-        assert probe.engine.statistics().lora_switches == 1
-        for ours, one in zip(found, (*requests, requests[2]), strict=True):
-            assert max_difference(ours, converted.reference(one)) < CLOSE
-        assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
-    finally:
-        probe.engine.stop(drain_s=0)
 
 
 @pytest.mark.skipif(not has_bfloat16(), reason="needs a CPU with instructions for bfloat16")
@@ -153,9 +123,8 @@ def test_the_same_sets_on_torch(converted):
 def test_bfloat16_is_as_near_to_fp32_as_diffusers(converted, executor):
     """Over eight seeds the mean error of bf16 latents is at most 1.1 times that of diffusers in bf16, LoRAs included,
     alone and in company."""
-    probe = converted.build(dtype="bfloat16", executor=executor)
     requests = [asked("bf16", n=4, seed=100), asked("bf16 text", n=4, seed=200, loras=SETS["text"])]
-    try:
+    with converted.started(dtype="bfloat16", executor=executor) as probe:
         assert bool(probe.engine.pool.prepared) == (executor is ExecutorName.AUTO)
         together = probe.latents(*requests)
         for ours, one in zip(together, requests, strict=True):
@@ -163,5 +132,3 @@ def test_bfloat16_is_as_near_to_fp32_as_diffusers(converted, executor):
             limit = 1.1 * mean_error(theirs, truth)
             assert 0 < mean_error(ours, truth) <= limit
             assert mean_error(probe.latents(one)[0], truth) <= limit
-    finally:
-        probe.engine.stop(drain_s=0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait_kernels.executors import conversion, openvino_executor
+from plait_kernels.executors import openvino_executor
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families import preparation
 from plait_serving.diffusion.families.preparation import Preparer
@@ -40,6 +39,7 @@ from support.prepared import (
     write_models,
 )
 from support.tiny import tiny_sd, tiny_sdxl
+from support.waiting import wait_for
 
 pytest.importorskip("openvino", reason="needs openvino")
 
@@ -66,8 +66,7 @@ def fresh(written: Models, tmp_path: Path) -> Models:
 
 def test_exact_always_gives_the_pipelines_bits(converted):
     """While programs are adopted too: plain, with a LoRA (merged then) and with a ControlNet. Then programs again."""
-    probe = converted.build(exact=Exact.ALWAYS)
-    try:
+    with converted.started(exact=Exact.ALWAYS) as probe:
         assert probe.engine.pool.prepared == {"unet", "vae"}
         for one in (PLAIN, dressed("peft"), CONTROLLED):
             assert ulps(probe.latents(one)[0], converted.reference(one)) <= EQUAL
@@ -76,14 +75,11 @@ def test_exact_always_gives_the_pipelines_bits(converted):
         probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"exact": Exact.NEVER}))
         for one in (PLAIN, dressed("peft"), CONTROLLED):
             assert 0 < max_difference(probe.latents(one)[0], converted.reference(one)) < CLOSE
-    finally:
-        probe.engine.stop(drain_s=0)
 
 
 def test_a_lora_on_the_time_embedding_is_merged_and_runs_on_torch(converted):
     """Programs begin after it: the weights come into memory, merged as ever; others stay on programs."""
-    probe = converted.build()
-    try:
+    with converted.started() as probe:
         probe.latents(dressed("peft"))
         assert unet_is_mapped(probe)
         assert probe.engine.statistics().lora_switches == 0
@@ -98,11 +94,9 @@ def test_a_lora_on_the_time_embedding_is_merged_and_runs_on_torch(converted):
             assert max_difference(ours, converted.reference(one)) < CLOSE
         assert ulps(found[0], converted.reference(dressed("time"))) <= EQUAL
         assert max_difference(found[2], converted.reference(PLAIN)) > 0
-    finally:
-        probe.engine.stop(drain_s=0)
 
 
-@pytest.mark.parametrize("name", ["plain", "both", "text"])
+@pytest.mark.parametrize("name", ["plain", "text"])
 def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypatch, name):
     """Programs arrive between two steps: a set that was merged becomes an input, and the latents are diffusers'."""
     go, make = threading.Event(), Preparer.make
@@ -113,35 +107,28 @@ def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypat
 
     monkeypatch.setattr(Preparer, "has", lambda *_: False)
     monkeypatch.setattr(Preparer, "make", late)
-    probe = converted.build(converts=True)
-    loop: Any = probe.engine._loop
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, Progress) and event.step == 2:
-            assert "unet" not in probe.engine.pool.prepared
-            go.set()
-            until_s = time.monotonic() + 60
-            while not loop._between_steps and time.monotonic() < until_s:
-                time.sleep(0.01)
-
     one = asked(f"taken over {name}", steps=4, loras=SETS.get(name, ()))
-    try:
+    with converted.started(converts=True) as probe:
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Progress) and event.step == 2:
+                assert "unet" not in probe.engine.pool.prepared
+                go.set()
+                wait_for(lambda: probe.engine._loop._between_steps)
+
         (ours,) = probe.latents(one, on_event=on_event)
         assert "unet" in probe.engine.pool.prepared
         assert 0 < max_difference(ours, converted.reference(one)) < CLOSE
         assert unet_is_mapped(probe)
         assert probe.engine.statistics().lora_switches == (name != "plain")
         wait_prepared(probe, "vae")
-    finally:
-        probe.engine.stop(drain_s=0)
 
 
 def test_a_tiny_sdxl_runs_on_programs(tmp_path):
     """SDXL: pooled text and sizes, two text encoders with LoRAs, a ControlNet; alone and in company."""
-    models = write_models(tmp_path, tiny_sdxl)
-    first = models.build(converts=True)
+    models = write_models(tmp_path, partial(tiny_sdxl, layers_per_block=1, transformer_layers_per_block=(1, 1)))
     company = (dressed("text"), dressed("both"), PLAIN, CONTROLLED)
-    try:
+    with models.started(converts=True) as first:
         first.latents(CONTROLLED)
         wait_prepared(first, "unet", "vae", "edges")
         together = first.latents(*company)
@@ -150,8 +137,6 @@ def test_a_tiny_sdxl_runs_on_programs(tmp_path):
         for ours, own, one in zip(together, alone, company, strict=True):
             assert 0 < max_difference(ours, models.reference(one)) < CLOSE
             assert 0 < max_difference(own, models.reference(one)) < CLOSE
-    finally:
-        first.engine.stop(drain_s=0)
 
 
 LEFT = np.repeat([[255] * 16 + [0] * 16], 32, axis=0).astype(np.uint8)
@@ -163,41 +148,32 @@ IMAGE = control_image(4)
 )
 def test_edits_run_on_programs(converted, edit):
     """torch encodes the image with weights that come from the file; the steps are shared with a generation."""
-    probe = converted.build()
     one = asked(f"edit {edit.strength}", steps=4, edit=edit, loras=SETS["peft"])
-    try:
+    with converted.started() as probe:
         ours, _ = probe.latents(one, PLAIN)
         assert probe.batches == [2, 2, *[1] * (one.run_steps - 2)]
         assert 0 < max_difference(ours, converted.reference(one)) < CLOSE
         assert unet_is_mapped(probe)
-    finally:
-        probe.engine.stop(drain_s=0)
 
 
 def test_an_inpainting_unet_runs_on_programs(tmp_path):
     """Its halves take nine channels."""
     models = Models(tmp_path, tiny_sd(tmp_path / "base", seed=4, in_channels=9), {})
     (tmp_path / "loras").mkdir()
-    probe = models.build(converts=True)
-    try:
+    with models.started(converts=True) as probe:
         wait_prepared(probe, "unet", "vae")
         company = [asked(f"nine {s}", steps=4, edit=Edit(image=IMAGE, mask=LEFT, strength=s)) for s in (0.5, 1.0)]
         found = probe.latents(*company)
         for ours, one in zip(found, company, strict=True):
             assert 0 < max_difference(ours, models.reference(one)) < CLOSE
-    finally:
-        probe.engine.stop(drain_s=0)
 
 
 def test_without_the_package_torch_serves(converted, monkeypatch):
     """`auto` runs on torch, with the pipeline's bits; `openvino` by name is a `ModelError` that says why."""
     monkeypatch.setattr(preparation, "available", lambda: False)
-    probe = converted.build(converts=True)
-    try:
+    with converted.started(converts=True) as probe:
         assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
         assert probe.engine.pool.prepared == frozenset()
-    finally:
-        probe.engine.stop(drain_s=0)
     with pytest.raises(ModelError, match="executor: openvino cannot be used: the package openvino is not installed"):
         converted.build(executor=ExecutorName.OPENVINO)
 
@@ -206,24 +182,20 @@ def test_openvino_by_name_needs_a_dtype_that_it_computes_in(converted):
     """float16 on a CPU: refused by name, torch otherwise."""
     with pytest.raises(ModelError, match="in float32 or bfloat16, not in float16"):
         converted.build(executor=ExecutorName.OPENVINO, dtype="float16")
-    probe = converted.build(executor=ExecutorName.AUTO, dtype="float16", converts=True)
-    probe.engine.stop(drain_s=0)
-    assert probe.engine.pool.prepared == frozenset()
+    with converted.started(dtype="float16", converts=True) as probe:
+        assert probe.engine.pool.prepared == frozenset()
 
 
 def test_a_conversion_that_is_not_equal_is_not_used(fresh, caplog, monkeypatch):
     """One warning says that torch runs the model and why, torch serves its bits, and nothing is left in the store."""
     monkeypatch.setattr(openvino_executor, "TOLERANCE", {"float32": 0.0})
     with caplog.at_level(logging.WARNING):
-        probe = fresh.build(converts=True)
-        try:
+        with fresh.started(converts=True) as probe:
             wait_threads("plait-prepare")
             assert torch.equal(probe.latents(PLAIN)[0], fresh.reference(PLAIN))
             probe.latents(CONTROLLED)
             wait_threads("plait-prepare")
             assert ulps(probe.latents(CONTROLLED)[0], fresh.reference(CONTROLLED)) <= EQUAL
-        finally:
-            probe.engine.stop(drain_s=0)
     said = [record.getMessage() for record in caplog.records if "runs on torch" in record.getMessage()]
     assert len(said) == 2
     assert all("it differs from torch by" in line for line in said)
@@ -240,20 +212,14 @@ def test_what_an_interrupted_start_converted_serves_the_next(tmp_path, converted
     monkeypatch.setattr(
         openvino_executor.OpenVinoExecutor, "open", lambda self, key: (opened.append(key), open_program(self, key))[1]
     )
-    probe = models.build()
-    try:
+    with models.started() as probe:
         assert probe.engine.pool.prepared == left
         assert len([key for key in opened if not key.endswith("vae-decoder")]) == (2 if "unet" in left else 0)
         assert unet_is_mapped(probe) == ("unet" in left)
         assert max_difference(probe.latents(PLAIN)[0], converted.reference(PLAIN)) < CLOSE
-    finally:
-        probe.engine.stop(drain_s=0)
-    probe = models.build(converts=True)
-    try:
+    with models.started(converts=True) as probe:
         wait_prepared(probe, "unet", "vae")
         assert 0 < max_difference(probe.latents(PLAIN)[0], converted.reference(PLAIN)) < CLOSE
-    finally:
-        probe.engine.stop(drain_s=0)
 
 
 def wait_threads(name: str) -> None:
@@ -268,36 +234,15 @@ def test_a_store_that_cannot_be_written_costs_no_image(fresh, caplog):
     """A file lies where the folder should be: torch serves, and the log says so."""
     (fresh.folder / "prepared").touch()
     with caplog.at_level(logging.WARNING):
-        probe = fresh.build(converts=True)
-        wait_threads("plait-prepare")
-        try:
+        with fresh.started(converts=True) as probe:
+            wait_threads("plait-prepare")
             assert torch.equal(probe.latents(PLAIN)[0], fresh.reference(PLAIN))
-        finally:
-            probe.engine.stop(drain_s=0)
     assert "runs on torch" in caplog.text
 
 
 def test_a_take_over_that_fails_costs_no_image(converted, monkeypatch):
     """What goes wrong between two steps is logged; the engine goes on with torch."""
     monkeypatch.setattr(Preparer, "has", lambda *_: False)
-    probe = converted.build()
-    try:
+    with converted.started() as probe:
         probe.engine.between_steps(lambda: 1 / 0)
         assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
-    finally:
-        probe.engine.stop(drain_s=0)
-
-
-def test_two_first_starts_convert_once(fresh, monkeypatch):
-    """Two engines of one folder start together: each part is converted by one of them, and both run on it."""
-    converted_parts, convert_part = [], conversion.convert
-    monkeypatch.setattr(conversion, "convert", lambda it: (converted_parts.append(1), convert_part(it))[1])
-    probes = [fresh.build(converts=True) for _ in range(2)]
-    try:
-        for probe in probes:
-            wait_prepared(probe, "unet", "vae")
-            assert 0 < max_difference(probe.latents(PLAIN)[0], fresh.reference(PLAIN)) < CLOSE
-    finally:
-        for probe in probes:
-            probe.engine.stop(drain_s=0)
-    assert len(converted_parts) == 3

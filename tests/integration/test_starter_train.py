@@ -21,7 +21,7 @@ from starter_training.data import PACKAGES, NpmUnavailableError, TrainingImages,
 from starter_training.loop import Trainer
 from starter_training.plan import FULL, STAGES, StageRecipe, override, smoke_plan
 from starter_training.stages import train_all
-from starter_training.text import LENGTH, build_tokenizer, patches
+from starter_training.text import LENGTH, build_tokenizer
 
 NAMES = ("red apple", "rocket", "blue ball", "green box", "yellow sun", "pink pig")
 
@@ -124,14 +124,6 @@ def test_the_tokenizer_knows_every_byte_and_pads_to_77():
     assert ids.index(tokenizer.eos_token_id) <= 4
     assert tokenizer.eos_token_id == len(tokenizer) - 1
     assert tokenizer.unk_token_id not in tokenizer("Zürich é 7 q", add_special_tokens=False).input_ids
-
-
-def test_patches_are_cut_row_by_row():
-    """Patch ``4 r + c`` is rows ``4 r..`` and columns ``4 c..`` of all channels."""
-    latents = torch.arange(2 * 4 * 16 * 16, dtype=torch.float32).view(2, 4, 16, 16)
-    cut = patches(latents)
-    assert cut.shape == (2, 16, 64)
-    assert torch.equal(cut[1, 6], latents[1, :, 4:8, 8:12].reshape(-1))
 
 
 def test_overrides_change_one_number_and_refuse_nonsense():

@@ -14,7 +14,6 @@ override `wrap`. `fabric_listener` has the other two: `ListenerConformance` for 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -44,6 +43,8 @@ SECRET = b"a secret for tests only"
 WAIT_S = 60.0
 """Longer than anything here takes, even on a loaded machine."""
 SOON_S = 0.05
+_ENDLESS: dict[str, object] = {}
+_ENDLESS["x"] = _ENDLESS
 SMALL = FabricOptions(
     pool_bytes=1 << 20,
     in_flight_messages=8,
@@ -95,13 +96,14 @@ class ChannelConformance:
             yield self.wrap(client), self.wrap(server)
 
     def test_header_and_buffers_arrive(self, ends: tuple[Channel, Channel]) -> None:
-        """A message arrives with its header and its buffers, bit for bit."""
+        """A message arrives with its header and its buffers, bit for bit; it may have none of either."""
         client, server = ends
         header = {"step": 3, "names": ["a", "ü\ud800"], "scale": 0.5}
-        client.send(header, [b"one", bytearray(b""), memoryview(b"three")])
-        with server.recv(WAIT_S) as message:
-            assert message.header == header
-            assert [bytes(buffer) for buffer in message.buffers] == [b"one", b"", b"three"]
+        for given, buffers in ((header, [b"one", bytearray(b""), memoryview(b"three")]), ({}, [])):
+            client.send(given, buffers)
+            with server.recv(WAIT_S) as message:
+                assert message.header == given
+                assert [bytes(buffer) for buffer in message.buffers] == [bytes(buffer) for buffer in buffers]
 
     def test_order_and_both_directions(self, ends: tuple[Channel, Channel]) -> None:
         """Messages keep their order in both directions, whatever their sizes."""
@@ -113,13 +115,6 @@ class ChannelConformance:
                 with receiver.recv(WAIT_S) as message:
                     assert message.header["number"] == number
                     assert bytes(message.buffers[0]) == bytes([number]) * nbytes
-
-    def test_no_buffers(self, ends: tuple[Channel, Channel]) -> None:
-        """A message may have a header only, and an empty header."""
-        ends[0].send({})
-        with ends[1].recv(WAIT_S) as message:
-            assert message.header == {}
-            assert message.buffers == ()
 
     def test_sender_may_change_its_bytes_at_once(self, ends: tuple[Channel, Channel]) -> None:
         """Bytes that are not a lease belong to the caller again when `send` returns."""
@@ -174,18 +169,6 @@ class ChannelConformance:
         assert not failed.live
         ends[1].recv(WAIT_S).release()
         assert eventually(lambda: ends[0].pool.statistics().leases == 0)
-
-    def test_release_gives_the_memory_back(self, small_ends: tuple[Channel, Channel]) -> None:
-        """A channel carries far more than its pool holds, as long as messages are released."""
-        client, server = small_ends
-        for number in range(40):
-            with ThreadPoolExecutor(1) as threads:
-                sent = threads.submit(client.send, {}, [bytes([number]) * 300_000])
-                with server.recv(WAIT_S) as message:
-                    assert message.buffers[0][-1] == number
-                sent.result(WAIT_S)
-        assert eventually(lambda: client.pool.statistics().leases == 0)
-        assert server.statistics().open_messages == 0
 
     def test_what_is_kept_outlives_the_release(self, ends: tuple[Channel, Channel]) -> None:
         """Small and large payloads alike: other messages do not change it, and it may be written to."""
@@ -293,7 +276,7 @@ class ChannelConformance:
         with pytest.raises(PoolExhausted):
             small_ends[0].pool.acquire(SMALL.pool_bytes + 1, None)
 
-    @pytest.mark.parametrize("header", [{"x": {1, 2}}, {"x": math.inf}, {3: 4}, ["no", "object"]], ids=str)
+    @pytest.mark.parametrize("header", [{"x": {1, 2}}, {"x": math.inf}, {3: 4}, ["no", "object"], _ENDLESS], ids=str)
     def test_bad_header_is_refused(self, ends: tuple[Channel, Channel], header: object) -> None:
         """A header that is not strict JSON is rejected and nothing is sent."""
         with pytest.raises(BadHeader):
@@ -347,13 +330,10 @@ class ChannelConformance:
         with pytest.raises(PeerClosed):
             ends[1].recv(WAIT_S)
 
-    def test_statistics_are_a_record(self, ends: tuple[Channel, Channel]) -> None:
-        """Statistics count messages and bytes, and are immutable."""
+    def test_statistics_count_messages_and_bytes(self, ends: tuple[Channel, Channel]) -> None:
+        """On both sides."""
         ends[0].send({}, [b"12345", b"678"])
         ends[1].recv(WAIT_S).release()
         sent, received = ends[0].statistics(), ends[1].statistics()
         assert (sent.messages_sent, sent.bytes_sent) == (1, 8)
         assert (received.messages_received, received.bytes_received, received.open_messages) == (1, 8, 0)
-        with pytest.raises(AttributeError):
-            sent.messages_sent = 5  # type: ignore[misc]
-        json.dumps(vars(sent))

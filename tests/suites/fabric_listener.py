@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,6 @@ __all__ = ["ListenerConformance", "ProcessConformance"]
 
 _OTHERS_FILES = ("plasma", "torch_", "sem.", "__KMP")
 """Files of Ray, torch and OpenMP in /dev/shm, which come and go while other tests run."""
-"""The limit for "at once" on a machine that is doing other work."""
 
 
 class ListenerConformance:
@@ -226,8 +225,9 @@ class ProcessConformance:
             (pack_head(FrameKind.MESSAGE, b'{"x":NaN}', b"", buffers=0, payload_bytes=0), ProtocolViolation),
             (pack_head(FrameKind.MESSAGE, b"{}", bytes(8), buffers=1, payload_bytes=99), ProtocolViolation),
             (pack_head(FrameKind.SHARED, b"{}", b"\xff" * 24, buffers=1, payload_bytes=9), ProtocolViolation),
+            (pack_head(FrameKind.GOODBYE, b"{}", b"", buffers=0, payload_bytes=0), ProtocolViolation),
         ],
-        ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place"],
+        ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place", "goodbye"],
     )
     def test_garbage_after_the_handshake(self, address: str, frame: bytes, error: type[FabricError]) -> None:
         """An authenticated peer that sends garbage is disconnected before anything is allocated for it."""
@@ -262,18 +262,13 @@ def _dial(text: str) -> socket.socket:
     return sock
 
 
-class _mute_listener:  # reads as a function at the call
-    """Accepts connections into its backlog and never sends anything."""
-
-    def __init__(self, text: str) -> None:
-        self._sock, target = _socket_for(Address.parse(text))
-        self._sock.bind(target)
-        self._sock.listen(8)
-        self._scheme = Address.parse(text).scheme
-
-    def __enter__(self) -> str:
-        name = self._sock.getsockname()
-        return f"shm://{name}" if self._scheme == "shm" else f"{self._scheme}://{name[0]}:{name[1]}"
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._sock.close()
+@contextmanager
+def _mute_listener(text: str) -> Iterator[str]:
+    """Yield where connections are accepted into a backlog and nothing is ever sent."""
+    address = Address.parse(text)
+    sock, target = _socket_for(address)
+    with sock:
+        sock.bind(target)
+        sock.listen(8)
+        name = sock.getsockname()
+        yield f"shm://{name}" if address.scheme == "shm" else f"{address.scheme}://{name[0]}:{name[1]}"

@@ -1,7 +1,4 @@
-"""What every form of an operator promises, checked on any device: against fp64, on odd shapes, into poisoned memory.
-
-Imports nothing but torch, hypothesis and the kernels, so that `tests/gpu` runs on a machine that has only these.
-"""
+"""What every form of an operator promises, checked on any device: against fp64, on odd shapes, into poisoned memory."""
 
 from __future__ import annotations
 
@@ -38,12 +35,9 @@ fuzz = settings(
     deadline=None, max_examples=80, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
-# Primes, one row, one element, wider than a tile, nothing.
-GEGLU_SHAPES = [(2,), (7, 10), (3, 1, 26), (1, 514), (13, 1034), (0, 4), (5, 0), (2, 3, 5, 8)]
-# (N, C, H, W, groups): one pixel, primes, one channel a group, one group, groups that no block of channels divides.
+# (N, C, H, W, groups) beyond what `norm_cases` draws: many groups, wide ones, groups that no block of channels divides.
 NORM_SHAPES = [
-    (1, 1, 1, 1, 1), (2, 6, 1, 1, 3), (1, 12, 5, 7, 12), (2, 30, 3, 5, 3), (1, 70, 4, 4, 7), (1, 5, 13, 11, 1),
-    (2, 40, 6, 6, 4), (0, 8, 4, 4, 2), (2, 8, 0, 4, 2), (1, 4, 67, 31, 2), (1, 130, 2, 2, 1), (1, 160, 2, 3, 2),
+    (1, 12, 5, 7, 12), (1, 70, 4, 4, 7), (2, 40, 6, 6, 4), (1, 4, 67, 31, 2), (1, 130, 2, 2, 1), (1, 160, 2, 3, 2),
 ]  # fmt: skip
 # (N, C, H, W) of SDXL at 1024x1024 and SD 1.5 at 512x512, both guided: every width, and what up blocks concatenate.
 REAL_NORMS = [
@@ -190,8 +184,6 @@ def norm_cases(draw: Any, device: str) -> dict[str, Any]:
 
 
 # ---- residuals ------------------------------------------------------------------------------------------------------
-
-ROW_SHAPES = [(1, 1), (2, 4, 3, 5), (3, 7), (1, 4, 33, 31), (0, 4, 2, 2), (2, 0, 3, 3), (5, 2, 1, 1)]
 
 
 def residual_case(

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from plait_kernels.executors import Computation, InputSpec, RowFactors
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings
 from plait_kernels.executors.store import ProgramStore
-from support.tiny import seeded
 
 CHANNELS, WIDTH, COND = 6, 40, 12
 LAYERS = {
@@ -50,7 +49,8 @@ class SmallBlock(nn.Module):
 
 def small_block(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> SmallBlock:
     """A seeded one; its parameters in `dtype`."""
-    with seeded(seed):
+    with torch.random.fork_rng(devices=[]):  # not `support.tiny`, whose diffusers takes processes of tests seconds
+        torch.manual_seed(seed)
         return SmallBlock().to(dtype).eval().requires_grad_(requires_grad=False)
 
 

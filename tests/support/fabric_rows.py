@@ -48,15 +48,13 @@ def shard(
     weights: Weights | None = None,
     held: HeldPieces | None = None,
     address: str = "",
-    version: str = "1",
     secret: bytes = SECRET,
-    **options: Any,
 ) -> ShardWorker:
     """One of those shards, listening at a name of this process unless told otherwise."""
     weights = make_weights() if weights is None else weights
-    listener = listen(address or f"inproc://shard-{next(_numbers)}", secret=secret, **options)
+    listener = listen(address or f"inproc://shard-{next(_numbers)}", secret=secret)
     pieces = held or held_by(two_pieces(weights), weights)[number]
-    return ShardWorker(who(number, weights), pieces, [listener], version=version)
+    return ShardWorker(who(number, weights), pieces, [listener], version="1")
 
 
 class Replicas:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.families import preparation
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef
@@ -58,6 +60,17 @@ class Models:
             knobs=EngineKnobs(**{"threads": 1, "controlnet_placement": Placement.LOCAL, **knobs}),
         )  # fmt: skip
         return Probe(build_engine(settings, costs=EveryBatchPays()))
+
+    @contextmanager
+    def started(self, **options: Any) -> Iterator[Probe]:
+        """An engine that is stopped in the end. What it converts does not give way: tests would wait for minutes."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(preparation, "lower_priority", lambda: None)
+            probe = self.build(**options)
+            try:
+                yield probe
+            finally:
+                probe.engine.stop(drain_s=0)
 
     def reference(self, asked: ImageRequest, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """diffusers' latents; asked once for each request."""
@@ -120,8 +133,7 @@ def exactly(probe: Probe) -> Iterator[None]:
 
 def convert(models: Models) -> Models:
     """A first start: torch serves with the pipeline's bits, programs take over, and torch's weights go."""
-    first = models.build(converts=True)
-    try:
+    with models.started(converts=True) as first:
         started = first.engine.pool.prepared
         (served,) = first.latents(PLAIN)
         if not started and not first.engine.pool.prepared:
@@ -131,6 +143,4 @@ def convert(models: Models) -> Models:
         (served,) = first.latents(PLAIN)
         assert 0 < max_difference(served, models.reference(PLAIN)) < CLOSE
         assert unet_is_mapped(first)
-    finally:
-        first.engine.stop(drain_s=0)
     return models

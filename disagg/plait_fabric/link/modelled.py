@@ -10,8 +10,8 @@ for all channels that share a port. The credit window of the inner channel stand
 time that this process spends inside the wrapper between a delivery and the next send (waking up late, releasing memory)
 is subtracted from the next post, at most `_MAX_OWED_S`: an RDMA host does not spend it.
 
-In virtual time (`tests/suites/fabric_clocks.py`) a message costs exactly what `link` specifies, however long the host
-takes.
+In virtual time (`tests/contract/test_fabric_modelled.py`) a message costs exactly what `link` specifies, however long
+the host takes.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from plait.cli.main import main
-from plait_bench import images, job
+from plait_bench import images, job, records
 from plait_bench.benchmark import RATIO, ResultRow
 from plait_bench.errors import SystemFailed
 from plait_bench.records import document
@@ -117,14 +117,19 @@ def test_a_failed_benchmark_is_one_sentence(monkeypatch, capsys):
     assert run(capsys, "images")[::2] == (1, "plait bench: diffusers: its process died (exit code 9)\n")
 
 
-def test_missing_models_and_unknown_names_are_sentences(capsys, tmp_path):
-    """Both are found before any process is started."""
+@pytest.mark.parametrize("name", job.NAMES)
+def test_an_unknown_workload_is_a_sentence(capsys, name):
+    """Of every benchmark, before anything is started."""
+    code, _, stderr = run(capsys, name, "--workload", "cake")
+    assert code == 1
+    assert "there is no workload 'cake'; there " in stderr
+
+
+def test_missing_models_are_a_sentence(capsys, tmp_path):
+    """Before any process is started."""
     code, _, stderr = run(capsys, "images", "--models", str(tmp_path))
     assert code == 1
     assert "lacks emoji/model_index.json" in stderr
-    code, _, stderr = run(capsys, "images", "--workload", "triple", "--models", str(tmp_path))
-    assert code == 1
-    assert "there is no workload 'triple'; there are start, single, controlnet" in stderr
 
 
 @pytest.mark.parametrize(
@@ -153,19 +158,6 @@ def test_bfloat16_is_measured_where_the_cpu_has_it(monkeypatch, capsys):
     assert run(capsys, "images", "--dtype", "bfloat16")[0] == 1
 
 
-def test_rounds_are_the_benchmarks_own(monkeypatch):
-    """Five, three of a quick run; seeds where a benchmark says so; what was asked for in any case."""
-    made = SimpleNamespace(benchmark=lambda *, only: only)
-    monkeypatch.setattr(job, "import_module", lambda _: made)
-    plans = [
-        job._prepared(job.BenchJob(name="fabric", quick=quick, rounds=rounds))[1]
-        for quick, rounds in ((False, None), (True, None), (True, 7))
-    ]
-    assert [(plan.rounds, plan.trials, plan.settles) for plan in plans] == [(5, 2, True), (3, 1, False), (7, 1, True)]
-    made.SEEDS, made.QUICK_SEEDS = 30, 10
-    assert [job._prepared(job.BenchJob(name="tuning", quick=quick))[1].rounds for quick in (False, True)] == [30, 10]
-
-
 def test_without_a_checkout_there_are_no_benchmarks(monkeypatch, capsys):
     """The wheel has none; the sentence says where they are."""
     monkeypatch.setitem(sys.modules, "plait_bench.job", None)
@@ -180,3 +172,37 @@ def test_help_needs_no_torch(monkeypatch, capsys):
     code, stdout, _ = run(capsys, "--help")
     assert code == 0
     assert "--quick" in stdout
+
+
+def test_a_benchmark_loads_only_what_it_needs():
+    """The command of the image benchmark loads less than 90 of our modules, and nothing of another benchmark."""
+    program = """
+import json, sys
+from plait.cli.main import main
+try:
+    main(["bench", "images", "--workload", "same16", "--quick", "--models", "/nowhere"])
+except SystemExit:
+    pass
+print(json.dumps([name for name in sys.modules if name.split(".")[0].startswith("plait")]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "/nowhere lacks" in done.stderr
+    loaded = json.loads(done.stdout)
+    assert len(loaded) < 90
+    assert not [name for name in loaded for other in job.NAMES[1:] if name.startswith(f"plait_bench.{other}")]
+
+
+def test_a_run_that_is_stopped_keeps_what_it_had(monkeypatch, tmp_path):
+    """Each workload is recorded when it is measured; what fails later takes nothing away."""
+    row = ResultRow.of([1.0], system="plait", workload="shm-1mib", metric="gb_per_s", unit="GB/s")
+
+    def measured(*_, **__):
+        yield BenchResult(rows=(row,), left_out={})
+        raise SystemFailed("no room")
+
+    monkeypatch.setattr(job, "run", measured)
+    monkeypatch.setattr(records, "require_clean", lambda _: None)
+    asked = job.BenchJob(name="fabric", rounds=1, record=True, results=tmp_path / "rows.jsonl")
+    with pytest.raises(SystemFailed, match="no room"):
+        job.measure(asked, say=lambda _: None)
+    assert [found["workload"] for found in records.read(tmp_path / "rows.jsonl")] == ["shm-1mib"]

@@ -6,7 +6,6 @@ import pytest
 
 from plait_bench import results
 from plait_bench.errors import BenchError
-from plait_bench.job import NAMES
 
 HOST = {"cpu": "Some CPU", "cores": 2, "ram_gib": 15.6, "instruction_set": "avx2"}
 
@@ -50,55 +49,6 @@ def test_a_line_says_where_its_numbers_come_from():
     ]
 
 
-def test_a_ratio_that_is_older_than_its_system_says_so():
-    """Then both records are named, and of several systems above the line each its own."""
-    rows = (record(), record("peer", value=1.0), ratio(day=19), record("other/peer", unit="ratio", value=3.0))
-    assert section(*rows)[5] == (
-        "| | peer | 1; plait **2x** (1.8..2.2); other **3x** (2.7..3.3) | 2026-11-20, 2026-11-19 |"
-    )
-
-
-def test_what_all_lines_have_in_common_stands_below_them():
-    """One system, one date, a metric of one value; columns of the same cells are one."""
-    one = {"p20": 4.0, "p80": 4.0, "value": 4.0}
-    rows = [
-        record(workload=workload, metric=metric, unit=unit, **(one if metric == "hung" else {"value": value}))
-        for workload, value in (("a", 2.0), ("b", 3.0))
-        for metric, unit in (("requests", "requests"), ("right", "requests"), ("hung", "requests"))
-    ]
-    assert section(*rows, bench="faults")[2:] == [
-        "| workload | requests = right, requests |",
-        "|---|---:|",
-        "| `a` | 2 (1.8..2.2) |",
-        "| `b` | 3 (2.7..3.3) |",
-        "",
-        "System plait; hung, requests 4; recorded 2026-11-20.",
-    ]
-
-
-def test_workloads_of_one_line_that_are_alike_share_it():
-    """Many of them are only counted."""
-    rows = [record(workload=f"w{number}", metric="refused", unit="models") for number in range(12)]
-    few = [record(workload=name, metric="refused", unit="models", value=1.0) for name in "ab"]
-    lines = section(*rows, *few, bench="zoo")
-    assert lines[2] == "| workload | refused, models |"
-    assert lines[4:6] == ["| `w0` to `w11`, 12 in all | 2 (1.8..2.2) |", "| `a`, `b` | 1 (0.9..1.1) |"]
-
-
-def test_each_machine_has_its_tables():
-    """It is named once, and old rows say that nobody knows their instruction set."""
-    host = {name: value for name, value in HOST.items() if name != "instruction_set"}
-    rows = (record(host=host), record(workload="same16"), record(workload="single", value=1.0, host=host))
-    lines = [line for line in section(*rows) if line.startswith(("On", "| `"))]
-    assert lines == [
-        "On Some CPU, 2 cores (avx2), 16 GiB:",
-        "| `same16` | plait | 2 (1.8..2.2) | 2026-11-20 |",
-        "On Some CPU, 2 cores (instruction set not recorded), 16 GiB:",
-        "| `mixed16` | 2 (1.8..2.2) |",
-        "| `single` | 1 (0.9..1.1) |",
-    ]
-
-
 def test_what_a_model_says_is_labelled_and_what_is_missing_is_said():
     """A modelled value is not a measured one; a benchmark without rows is there too."""
     measured = record(metric="gb_per_s", unit="GB/s")
@@ -108,11 +58,6 @@ def test_what_a_model_says_is_labelled_and_what_is_missing_is_said():
     formula = record("model", metric="gb_per_s", unit="GB/s", kind="modelled")
     assert section(formula, bench="fabric") == ["Not measured yet."]
     assert results.page(only()).count("Not measured yet.") == len(results.SECTIONS)
-
-
-def test_every_benchmark_has_a_section():
-    """And no other."""
-    assert set(results.SECTIONS) == set(NAMES)
 
 
 def test_the_readme_opens_with_what_wins_beside_what_does_not():

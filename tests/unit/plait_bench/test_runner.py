@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import pytest
 
-from fakes.bench import FakeFleet, fake_systems, fake_workload, measured, run_on_fleets
+from fakes.bench import FakeFleet, fake_systems, fake_workload, measured
 from plait_bench.benchmark import RATIO, Benchmark, Reading, Subject, Workload
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
-from plait_bench.images.fleet import ProcessLayout, System
-from plait_bench.runner import RunPlan
+from plait_bench.images.fleet import ItemList, System
+from plait_bench.images.measured import FleetPool, OnFleets
+from plait_bench.runner import BenchResult, RunPlan
+
+ONE_ROUND = RunPlan(rounds=1)
 
 
-def fleets(log, **seconds):
-    """An `open_fleet` that knows how long each system takes, and the fleets it made."""
-    made = {}
+@dataclass
+class Played:
+    """Runs on fakes: what their fleets were asked, and the fleet that each system opened last."""
 
-    def open_fleet(system: System, processes: int) -> FakeFleet:
-        taken = seconds[system.name]
-        if isinstance(taken, Exception):
-            raise taken
-        made[system.name] = FakeFleet(system.name, taken, log)
-        return made[system.name]
+    log: list[str] = field(default_factory=list)
+    made: dict[str, FakeFleet] = field(default_factory=dict)
 
-    return open_fleet, made
+    def run(
+        self,
+        seconds: Mapping[str, Any],
+        *works: ItemList,
+        systems: list[System] | None = None,
+        opening: Callable[[System], None] = lambda _: None,
+        cores: int = 1,
+        max_open: int = 0,
+        plan: RunPlan = ONE_ROUND,
+        check: Callable[..., None] = lambda *_: None,
+        **more: Any,
+    ) -> BenchResult:
+        """`seconds`: what a run of each system takes (`FakeFleet`), always the same, or why there is none."""
+
+        def open_fleet(system: System, processes: int) -> FakeFleet:
+            taken = seconds[system.name]
+            opening(system)
+            if isinstance(taken, Exception):
+                raise taken
+            always = taken if callable(taken) else lambda *_: taken
+            self.made[system.name] = FakeFleet(system.name, always, self.log)
+            return self.made[system.name]
+
+        lists, systems = works or [fake_workload()], systems or fake_systems(*seconds)
+        pool = FleetPool(systems, lists, cores=cores, max_open=max_open, open_fleet=open_fleet)
+        made = tuple(OnFleets(items, pool, check) for items in lists)
+        return measured(Benchmark(workloads=made, session=pool.session), plan, **more)
 
 
 def test_layouts_use_one_core_or_the_whole_machine():
@@ -47,12 +72,9 @@ def test_a_layout_without_work_for_every_process_is_not_tried():
 
 def chosen(seconds, *, cores=2, trials=1, variants=("",), say=lambda _: None, **workload):
     """The choice of a layout for one system, and what its fleet was asked."""
-    log: list[str] = []
-    open_fleet, _ = fleets(log, a=seconds)
-    systems = fake_systems("a", variants=lambda _: variants)
-    plan = RunPlan(rounds=1, trials=trials)
-    result = run_on_fleets(systems, [fake_workload(**workload)], plan, cores=cores, open_fleet=open_fleet, say=say)
-    return result, log
+    played, systems = Played(), fake_systems("a", variants=lambda _: variants)
+    plan, work = RunPlan(rounds=1, trials=trials), fake_workload(**workload)
+    return played.run({"a": seconds}, work, systems=systems, plan=plan, cores=cores, say=say), played.log
 
 
 def test_every_layout_and_variant_has_equal_trials_and_the_best_is_kept():
@@ -81,43 +103,22 @@ def test_every_layout_is_warmed_up_before_it_is_timed():
     assert [line.partition(": ")[2] for line in said[1:4]] == [f"a, {it}: 4 images/s" for it in ("1x1", "1x2", "2x1")]
 
 
-def test_one_layout_is_no_choice():
-    """Nothing is tried where nothing can be chosen."""
-    result, log = chosen(lambda *_: 1.0, cores=1)
-    assert log == ["a 1", "a keep", "a 4"]
-    assert result.rows[0].layout == "1x1"
-
-
 def test_rounds_take_the_systems_in_turn_after_the_check():
     """A B A B, never A A B B, and agreement is checked before anything is timed."""
-    log: list[str] = []
-    open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
-    run_on_fleets(
-        fake_systems("ours", "theirs"),
-        [fake_workload()],
-        RunPlan(rounds=3),
-        cores=1,
-        open_fleet=open_fleet,
-    )
-    assert log == ["ours 1", "theirs 1", "ours keep", "theirs keep", *["ours 4", "theirs 4"] * 3]
+    played = Played()
+    played.run({"ours": 1.0, "theirs": 2.0}, plan=RunPlan(rounds=3))
+    assert played.log == ["ours 1", "theirs 1", "ours keep", "theirs keep", *["ours 4", "theirs 4"] * 3]
 
 
 def test_systems_run_their_load_uncounted_before_the_rounds():
     """For as long as the workload says, one system after the other, after the check; not if the plan says no."""
     for settles in (True, False):
-        log: list[str] = []
-        open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
-        result = run_on_fleets(
-            fake_systems("ours", "theirs"),
-            [fake_workload(settle_s=0.01)],
-            RunPlan(rounds=1, settles=settles),
-            cores=1,
-            open_fleet=open_fleet,
-        )
+        played, plan = Played(), RunPlan(rounds=1, settles=settles)
+        result = played.run({"ours": 1.0, "theirs": 2.0}, fake_workload(settle_s=0.01), plan=plan)
         checked = ["ours 1", "theirs 1", "ours keep", "theirs keep"]
-        assert log[:4] == checked
-        assert log[-2:] == ["ours 4", "theirs 4"]
-        between = log[4:-2]
+        assert played.log[:4] == checked
+        assert played.log[-2:] == ["ours 4", "theirs 4"]
+        between = played.log[4:-2]
         assert between == sorted(between)
         assert set(between) == ({"ours 4", "theirs 4"} if settles else set())
         assert all(row.n == 1 for row in result.rows)
@@ -125,16 +126,9 @@ def test_systems_run_their_load_uncounted_before_the_rounds():
 
 def test_ratios_are_taken_inside_rounds():
     """A machine that gets ten times slower from round to round changes no ratio: ours is always twice as fast."""
-    log: list[str] = []
     slow = [0.1, 0.1, 1.0, 10.0, 100.0]
-    open_fleet, _ = fleets(log, ours=lambda _, n: slow[n], theirs=lambda _, n: 2 * slow[n])
-    result = run_on_fleets(
-        fake_systems("ours", "theirs"),
-        [fake_workload()],
-        RunPlan(rounds=3),
-        cores=1,
-        open_fleet=open_fleet,
-    )
+    taken = {"ours": lambda _, n: slow[n], "theirs": lambda _, n: 2 * slow[n]}
+    result = Played().run(taken, plan=RunPlan(rounds=3))
     ratio = result.ratios["work:images_per_s:ours/theirs"]
     assert (ratio.value, ratio.p20, ratio.p80, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
     rows = {row.system: row for row in result.rows if row.metric == "images_per_s"}
@@ -147,42 +141,33 @@ def test_ratios_are_taken_inside_rounds():
 
 def test_a_system_that_can_not_run_is_left_out_with_its_reason():
     """The others go on; ours must be there."""
-    workload = fake_workload()
+    played, workload = Played(), fake_workload()
     works = [workload, replace(workload, name="more")]
-    systems = fake_systems("ours", "theirs", "third")
-    open_fleet, made = fleets(
-        [], ours=lambda *_: 1.0, theirs=SystemUnavailable("theirs needs PEFT"), third=lambda *_: 4.0
-    )
-    result = run_on_fleets(systems, works, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
+    result = played.run({"ours": 1.0, "theirs": SystemUnavailable("theirs needs PEFT"), "third": 4.0}, *works)
     assert result.left_out == {"theirs": "theirs needs PEFT"}
     assert [key for key in result.ratios if ":images_per_s:" in key] == [
         "work:images_per_s:ours/third", "more:images_per_s:ours/third",
     ]  # fmt: skip
-    assert all(fleet.closed for fleet in made.values())
-    open_fleet, _ = fleets([], ours=SystemUnavailable("no engine"), theirs=lambda *_: 1.0, third=lambda *_: 1.0)
+    assert all(fleet.closed for fleet in played.made.values())
     with pytest.raises(SystemUnavailable, match="no engine"):
-        run_on_fleets(systems, works, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
+        Played().run({"ours": SystemUnavailable("no engine"), "theirs": 1.0}, *works)
 
 
 def test_a_workload_runs_only_its_systems():
     """A system that a workload does not name takes no part in it, and starts no process before its first workload."""
-    log: list[str] = []
-    open_fleet, made = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 1.0)
-    only = fake_workload(systems=frozenset({"ours"}))
-    result = run_on_fleets(fake_systems("ours", "theirs"), [only], RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
-    assert set(made) == {"ours"}
+    played = Played()
+    result = played.run({"ours": 1.0, "theirs": 1.0}, fake_workload(systems=frozenset({"ours"})))
+    assert set(played.made) == {"ours"}
     assert result.ratios == {}
 
 
 def test_different_results_stop_the_run_and_the_processes():
     """Nothing is timed when the systems do not do the same."""
-    log: list[str] = []
-    ours, works = fake_systems("ours"), [fake_workload()]
-    open_fleet, made = fleets(log, ours=lambda *_: 1.0)
+    played = Played()
     with pytest.raises(Disagreement):
-        run_on_fleets(ours, works, RunPlan(rounds=9), cores=1, open_fleet=open_fleet, check=_disagree)
-    assert log == ["ours 1", "ours keep"]
-    assert made["ours"].closed
+        played.run({"ours": 1.0}, plan=RunPlan(rounds=9), check=_disagree)
+    assert played.log == ["ours 1", "ours keep"]
+    assert played.made["ours"].closed
 
 
 def _disagree(*_):
@@ -200,18 +185,14 @@ def _disagree(*_):
 def test_rows_say_what_else_the_host_did(seen, busy):
     """The load before the benchmark's own work counts, and the wake-up before each round; each round's load is kept."""
     looks = iter([HostConditions(load=load, wake_us=wake_us) for load, wake_us in seen])
-    open_fleet, _ = fleets([], a=lambda *_: 1.0)
-    plan, works = RunPlan(rounds=2), [fake_workload()]
-    result = run_on_fleets(fake_systems("a"), works, plan, cores=1, open_fleet=open_fleet, look=lambda: next(looks))
+    result = Played().run({"a": 1.0}, plan=RunPlan(rounds=2), look=lambda: next(looks))
     (row,) = (row for row in result.rows if row.metric == "images_per_s")
     assert (row.busy, row.wake_us, row.load) == (busy, max(us for _, us in seen[1:]), tuple(at for at, _ in seen[1:]))
 
 
 def test_what_a_system_costs_is_read_after_each_round():
     """Its most memory is a row of every system, and no ratio."""
-    open_fleet, _ = fleets([], a=lambda *_: 1.0, b=lambda *_: 1.0)
-    works = [fake_workload()]
-    result = run_on_fleets(fake_systems("a", "b"), works, RunPlan(rounds=3), cores=1, open_fleet=open_fleet)
+    result = Played().run({"a": 1.0, "b": 1.0}, plan=RunPlan(rounds=3))
     for system in ("a", "b"):
         values = {row.metric: (row.value, row.n) for row in result.rows if row.system == system}
         assert values == {"images_per_s": (4.0, 3), "peak_memory_gib": (3.0, 3)}
@@ -220,67 +201,45 @@ def test_what_a_system_costs_is_read_after_each_round():
 
 def test_what_does_not_fit_is_closed_and_comes_back_warm():
     """With room for one, systems are opened in turn, and what a new process does first is not counted."""
-    log: list[str] = []
-    opened: list[str] = []
-    open_fleet, made = fleets(log, a=lambda *_: 1.0, b=lambda *_: 1.0)
+    played, opened = Played(), []
 
-    def counted(system: System, processes: int) -> FakeFleet:
-        assert all(fleet.closed for fleet in made.values())
+    def opening(system: System) -> None:
+        assert all(fleet.closed for fleet in played.made.values())
         opened.append(system.name)
-        return open_fleet(system, processes)
 
-    systems, works = fake_systems("a", "b"), [fake_workload()]
-    result = run_on_fleets(systems, works, RunPlan(rounds=2), cores=1, open_fleet=counted, max_open=1)
+    result = played.run({"a": 1.0, "b": 1.0}, plan=RunPlan(rounds=2), opening=opening, max_open=1)
     assert result.ratios["work:images_per_s:a/b"].n == 2
     assert opened[-4:] == ["a", "b", "a", "b"]
-    assert log[-4:] == ["a 1", "a 4", "b 1", "b 4"]
+    assert played.log[-4:] == ["a 1", "a 4", "b 1", "b 4"]
 
 
 def test_who_is_not_measured_takes_no_time():
     """All but one are paused, whether it runs or is started: a server that idles is not free."""
-    running: list[list[str]] = []
-    made: dict[str, FakeFleet] = {}
+    played, running = Played(), []
 
-    def beside(name: str) -> list[str]:
-        return [other for other, fleet in made.items() if other != name and not fleet.is_paused]
+    def note(name: str) -> None:
+        running.extend(other for other, fleet in played.made.items() if other != name and not fleet.is_paused)
 
-    def noting(name: str) -> Callable[[ProcessLayout, int], float]:
-        return lambda *_: running.append(beside(name)) or 1.0
-
-    def open_fleet(system: System, processes: int) -> FakeFleet:
-        running.append(beside(system.name))
-        made[system.name] = FakeFleet(system.name, noting(system.name), [])
-        return made[system.name]
-
-    systems = fake_systems("a", "b", "c")
-    run_on_fleets(systems, [fake_workload()], RunPlan(rounds=2), cores=1, open_fleet=open_fleet)
-    assert len(made) == 3
-    assert running
-    assert not any(running)
+    taken = {name: lambda *_, name=name: note(name) or 1.0 for name in "abc"}
+    played.run(taken, plan=RunPlan(rounds=2), opening=lambda system: note(system.name))
+    assert len(played.made) == 3
+    assert running == []
 
 
 def test_a_workload_has_processes_with_its_own_settings():
     """They are kept as long as the settings stay the same."""
     seen = []
-    open_fleet, _ = fleets([], a=lambda *_: 1.0)
-
-    def noted(system: System, processes: int) -> FakeFleet:
-        seen.append(dict(system.settings))
-        return open_fleet(system, processes)
-
     works = [fake_workload(str(i), settings={"model": model}) for i, model in enumerate("xxy")]
-    run_on_fleets(fake_systems("a"), works, RunPlan(rounds=1), cores=1, open_fleet=noted)
+    Played().run({"a": 1.0}, *works, opening=lambda system: seen.append(dict(system.settings)))
     assert seen == [{"model": "x"}, {"model": "y"}]
 
 
 def test_a_system_that_divides_the_machine_itself_has_one_layout():
     """It has no trials; the row says that the layout is its own."""
-    log: list[str] = []
-    open_fleet, _ = fleets(log, a=lambda *_: 1.0)
-    systems, works = fake_systems("a", is_own_layout=True), [fake_workload()]
-    result = run_on_fleets(systems, works, RunPlan(rounds=1), cores=2, open_fleet=open_fleet)
+    played = Played()
+    result = played.run({"a": 1.0}, systems=fake_systems("a", is_own_layout=True), cores=2)
     assert result.rows[0].layout == "its own"
-    assert log == ["a 1", "a keep", "a 4"]
+    assert played.log == ["a 1", "a keep", "a 4"]
 
 
 def test_a_trial_may_be_shorter():

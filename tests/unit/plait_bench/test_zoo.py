@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from plait_bench import zoo
-from plait_bench.errors import BenchError
 
 
 def test_rows_of_a_variant_and_of_a_refusal(monkeypatch, tmp_path):
@@ -31,9 +28,3 @@ def test_rows_of_a_variant_and_of_a_refusal(monkeypatch, tmp_path):
         ("b", "refused"): 1.0,
     }
     assert any("aten.x.default: why" in line for line in said)
-
-
-def test_an_unknown_workload_is_refused():
-    """There is one workload."""
-    with pytest.raises(BenchError, match="workload"):
-        zoo.benchmark(only=("menagerie",))

@@ -81,14 +81,6 @@ def test_expressions_count_each_proxy_once_and_replicas_by_their_rates(where):
         assert all("replica" not in labels for labels in re.findall(r"by \(([^)]*)\)", expression))
 
 
-def test_panels_do_not_overlap_and_say_what_they_show():
-    """Two columns, each panel with a description."""
-    panels = json.loads((DEPLOY / "dashboards" / "plait.json").read_text())["panels"]
-    places = [(it["gridPos"]["x"], it["gridPos"]["y"]) for it in panels]
-    assert len(set(places)) == len(places)
-    assert all(it["description"] for it in panels)
-
-
 def test_every_alert_leads_to_a_part_of_the_runbook():
     """`runbook` names a heading of deploy/README.md."""
     headings = {it.lower() for it in re.findall(r"^#+ (.+)$", (DEPLOY / "README.md").read_text(), re.MULTILINE)}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from plait_kernels.cores import has_bfloat16, instruction_set, quota_cores, usable_cores
 
@@ -87,17 +84,3 @@ def test_a_system_that_does_not_say_has_no_bfloat16(tmp_path: Path) -> None:
     """The machine's type is told."""
     assert instruction_set(tmp_path / "none", {}) == platform.machine()
     assert not has_bfloat16(tmp_path / "none", {})
-
-
-WIDE = {"avx512", "avx512_bf16", "amx_bf16", "neon_bf16"}
-"""With these torch leaves bfloat16 to oneDNN; fast it is with those alone that multiply in it."""
-
-
-def test_the_limit_is_onednn_s_own() -> None:
-    """torch itself says so: of this process as it was started, and of one that may use no more than AVX2."""
-    assert torch.ops.mkldnn._is_mkldnn_bf16_supported() is (instruction_set() in WIDE)
-    code = "import torch; assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()"
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    assert instruction_set(environ=env) not in WIDE - {"neon_bf16"}
-    if instruction_set() != "neon_bf16":
-        subprocess.run([sys.executable, "-c", code], env=env, check=True)

@@ -1,4 +1,4 @@
-"""Operators without a GPU form, by difference: each form against fp64 on whatever hypothesis thinks of; and compiled.
+"""Operators without a GPU form, by difference: each form against fp64 on whatever hypothesis thinks of.
 
 The others have theirs beside their tests, with Triton's interpreter among the forms.
 """
@@ -6,9 +6,7 @@ The others have theirs beside their tests, with Triton's interpreter among the f
 from __future__ import annotations
 
 import math
-import shutil
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +15,7 @@ from torch.nn import functional as F
 
 from plait_kernels.executors import Computation
 from plait_kernels.executors.adapters import Twin
-from plait_kernels.geglu.reference import geglu
-from plait_kernels.group_norm_silu.reference import group_norm_silu
-from plait_kernels.int8_lookup.reference import int8_lookup
 from plait_kernels.lora_merge import MergeOp, Term
-from plait_kernels.lora_merge.reference import merged
 from plait_kernels.registry import IMPLS, load
 from suites.operators import ROUNDING, fuzz
 
@@ -146,22 +140,3 @@ def formula(module: nn.Module, x: torch.Tensor, first: torch.Tensor, second: tor
     plain = F.conv2d(x, module.weight.double(), bias, module.stride, module.padding)
     windows = F.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride).transpose(1, 2)
     return plain + torch.bmm(windows, products).transpose(1, 2).reshape(plain.shape)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a compiler")
-def test_compiled_definitions_do_not_differ():
-    """What `torch.compile` makes of each definition, on an odd shape: within fp32's rounding of it."""
-    table = torch.ops.quantized.embedding_bag_byte_prepack(drawn(0, 19, 7))
-    terms = [Term(up=drawn(1, 11, 3), down=drawn(2, 3, 13), c=0.4)]
-    cases = [
-        (geglu, (drawn(3, 5, 3, 26),)),
-        (group_norm_silu, (drawn(4, 2, 6, 5, 7), 3, drawn(5, 6), drawn(6, 6), 1e-5)),
-        (lambda ids, offsets: int8_lookup(table, ids, offsets), (torch.arange(9) * 2, torch.tensor([0, 0, 4, 9]))),
-        (lambda pristine: pristine + sum(t.c * t.up @ t.down for t in terms), (drawn(7, 11, 13),)),
-    ]
-    for form, arguments in cases:
-        torch.compiler.reset()
-        found, wanted = torch.compile(form, dynamic=False)(*arguments), form(*arguments)
-        assert float((found - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))
-    assert torch.allclose(cases[3][0](drawn(7, 11, 13)), merged(drawn(7, 11, 13), terms), atol=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait_kernels.heartbeat import Stuck, ThreadHeartbeat, limit_s
+from plait_kernels.heartbeat import Stuck, ThreadHeartbeat
 
 PERIOD_S = 5.0
 
@@ -92,10 +92,3 @@ def test_a_part_that_may_take_long_does_not_count_as_the_whole() -> None:
     survives(heartbeat, clock, 60)
     with pytest.raises(Stuck, match="a batch"):
         survives(heartbeat, clock, 60)
-
-
-def test_the_limit_grows_with_what_was_measured() -> None:
-    """A floor for quick steps, a multiple for slow ones, the most for unknown ones."""
-    assert limit_s(0.001) == limit_s(1.0) == 90.0
-    assert limit_s(10.0) == 300.0
-    assert limit_s(None) > limit_s(20.0)

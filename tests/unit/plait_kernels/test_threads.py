@@ -10,62 +10,49 @@ from pathlib import Path
 
 import pytest
 
-# Threads that Python did not start are OpenMP's workers (and whatever importing torch started, counted before);
-# tokenizers would start some of its own.
-_COUNT = """
+from plait_kernels.threads import lower_priority, run_on_own_thread
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+
+# Threads that Python did not start are OpenMP's workers, and whatever importing torch started, counted before;
+# tokenizers would start some of their own. A thread that was told to end is given a while.
+ENGINE = """
 import os, sys, threading, time
+from pathlib import Path
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch
-from plait_kernels.threads import run_on_own_thread, set_threads
+from plait_kernels.threads import set_threads
+from plait_serving.diffusion.assemble import EngineSettings, build_engine, warm_up
+from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
+import plait_serving.diffusion.families.unet.family  # as for torch: what libraries start when they are imported
 def foreign(expected=None):
-    # A thread that was told to end is given a while.
     until_s = time.monotonic() + 60
     while True:
         count = len(os.listdir("/proc/self/task")) - threading.active_count()
         if expected is None or count == expected or time.monotonic() > until_s:
             return count
         time.sleep(0.01)
+set_threads(2)
+before = foreign()
+knobs = EngineKnobs(threads=2)
+model = Path(sys.argv[1])
+it = build_engine(EngineSettings(model=model, dtype="float32", knobs=knobs, executor=ExecutorName.TORCH))
+built = foreign(before)
+warm_up(it)
+print(built - before, foreign() - before)
+it.stop(drain_s=0.0)
 """
-_OPERATION = "torch.ones(2_000_000).add_(1)"
-
-linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
-
-
-def _run(program: str, *arguments: str) -> list[int]:
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNT + program, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(number) for number in done.stdout.split()]
-
-
-@linux
-def test_apart_leaves_no_workers() -> None:
-    """The naive call leaves one worker behind, the same call apart leaves none and returns the same."""
-    before, apart, naive = _run(f"""
-set_threads(2); before = foreign()
-def work(): set_threads(2); return {_OPERATION}
-assert run_on_own_thread(work)[0] == 2; between = foreign(before)
-work(); print(before, between, foreign())
-""")
-    assert (apart - before, naive - before) == (0, 1)
 
 
 def test_apart_raises_what_the_function_raises() -> None:
     """With its type and text."""
-    from plait_kernels.threads import run_on_own_thread
-
-    def fail() -> None:
-        raise LookupError("not there")
-
-    with pytest.raises(LookupError, match="not there"):
-        run_on_own_thread(fail)
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        run_on_own_thread(lambda: 1 / 0)
 
 
 @linux
 def test_a_thread_that_gives_way_does_so_alone() -> None:
     """Its own niceness rises, and once only; that of its process and of threads after it does not."""
-    from plait_kernels.threads import lower_priority, run_on_own_thread
 
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -81,25 +68,12 @@ def test_a_thread_that_gives_way_does_so_alone() -> None:
     assert run_on_own_thread(niceness) == before
 
 
+@linux
 def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd_folder: Path) -> None:
     """After building and an image there is one team of torch's: the compute thread and one worker."""
-    built, ran = _run(
-        """
-set_threads(2)
-from pathlib import Path
-from plait_serving.diffusion.assemble import EngineSettings, build_engine, warm_up
-from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
-import plait_serving.diffusion.families.unet.family  # as for torch: what libraries start when they are imported
-before = foreign()
-knobs = EngineKnobs(threads=2)
-model = Path(sys.argv[1])
-it = build_engine(EngineSettings(model=model, dtype="float32", knobs=knobs, executor=ExecutorName.TORCH))
-built = foreign(before)
-warm_up(it)
-print(built - before, foreign() - before)
-it.stop(drain_s=0.0)
-""",
-        str(tiny_sd_folder),
-    )
+    command = [sys.executable, "-c", ENGINE, str(tiny_sd_folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    built, ran = map(int, done.stdout.split())
     assert built == 0
     assert ran <= 1

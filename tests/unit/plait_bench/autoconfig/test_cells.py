@@ -49,13 +49,6 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path):
     assert run.versions.keys() == {"plait", "torch", "diffusers"}
 
 
-def test_threads_change_once_a_round(tmp_path: Path):
-    """Threads, for which all is compiled anew, come one after the other."""
-    asked = Asked()
-    measure(toy(asked, "threads"), tmp_path / "toy.jsonl", times=2, say=lambda _: None)
-    assert asked == [(batch, repeat) for repeat in (0, 1) for batch in range(1, 7)]
-
-
 def test_the_library_that_ships_has_every_cell_of_these_workloads():
     """Of at least three image services and three ranking services, each cell more than once: so their optima are known,
     with an interval."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import json
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from plait_bench.faults.killing import Ends, Fault, Night, problems, slope_of
+from plait_bench.faults.killing import Fault, problems, slope_of
 from plait_bench.faults.requests import DOCUMENTED, Ask, End, Reply, Tally, answer_of, image_ask, mixed, verdict_of
-from plait_bench.faults.server import HELD, Usage, grown, kind_of
+from plait_bench.faults.server import HELD, Usage, grown
 
 JSON = {"content-type": "application/json", "retry-after": "5"}
 RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
@@ -149,15 +148,6 @@ def test_requests_are_the_same_for_a_seed_and_reach_every_part():
     assert probes["engine"].form == "image"
 
 
-def test_kinds_are_read_from_titles():
-    """As Ray sets them, with and without the method that runs."""
-    assert kind_of("ray::ServeReplica:plait:controlnet-edges") == "controlnet-edges"
-    assert kind_of("ray::ServeReplica:plait:cn-picks.handle_request") == "cn-picks"
-    assert kind_of("ray::ProxyActor") == "proxy"
-    assert kind_of("ray::ServeController.listen_for_change") == "controller"
-    assert kind_of("/usr/bin/raylet") == "ray"
-
-
 def usage(**more):
     """What a server holds."""
     by_kind = more.pop("memory_by_kind", {"engine": 100})
@@ -205,17 +195,6 @@ def test_a_run_is_passed_only_if_nothing_is_wrong():
     assert problems(fine, fine, [Fault(kind="cn", name="cn", at_s=1.0)]) == ["cn did not recover"]
     assert problems(fine, fine, []) == ["no process was killed"]
     assert problems(tally(), fine, [fault]) == ["no answer was right"]
-
-
-def test_a_night_kills_stops_and_updates():
-    """Every kind is killed once, then a version takes over, then each is stopped; the control store is only stopped."""
-    kinds = ["engine", "gcs", "proxy"]
-    once, again = Night("night").turns(kinds, random.Random(0))
-    assert [kind for kind, _ in once] == ["gcs", "engine", "proxy", "update", "engine", "proxy"]
-    assert [stopped_s is None for _, stopped_s in once] == [False, True, True, True, False, False]
-    assert again == []
-    once, again = Ends("ends").turns(kinds, random.Random(0))
-    assert once == again == [("engine", None), ("proxy", None)]
 
 
 def test_a_slope_is_told_from_noise():

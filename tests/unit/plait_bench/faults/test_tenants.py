@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from plait_bench.faults.attacks import (
     ATTACKS,
     LORA_SETS,
     PROMPTS,
-    distinct_sizes,
-    large_body,
     repeated_scans,
     scans_of,
     text_chunks,
@@ -54,22 +51,6 @@ def test_prompts_are_as_long_as_the_api_takes(prompt):
     """Their form is valid: what they mean is left to the parsers."""
     assert len(prompt) == MAX_PROMPT_CHARS
     assert GenerationBody(prompt=prompt, negative_prompt=prompt, prompt_syntax="a1111").prompt == prompt
-
-
-def test_sizes_are_distinct_and_small_ones_come_first():
-    """Two thousand, of multiples of what the model takes."""
-    sizes = [tuple(map(int, size.split("x"))) for size in distinct_sizes(16)]
-    assert len(set(sizes)) == len(sizes) == 46 * 46
-    assert all(width % 16 == height % 16 == 0 for width, height in sizes)
-    areas = [width * height for width, height in sizes]
-    assert areas == sorted(areas)
-
-
-def test_a_body_is_as_long_as_it_says():
-    """A request's JSON, to the byte."""
-    body = large_body(1000)
-    assert len(body) == 1000
-    assert len(json.loads(body)["controlnets"][0]["image"]) > 900
 
 
 def test_the_cache_has_room_for_one_set(tmp_path):

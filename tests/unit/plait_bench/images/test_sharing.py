@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_bench.images import evenly, in_runs
-from plait_bench.images.orders import ImageSpec, cost, workload
+from plait_bench.images.orders import ImageSpec, cost
 
 orders = st.builds(
     ImageSpec,
@@ -43,17 +43,3 @@ def test_runs_change_group_as_rarely_as_possible(taken, processes):
         sets = [taken[i].loras for i in share]
         changes += sum(1 for i, one in enumerate(sets) if i == 0 or one != sets[i - 1])
     assert changes <= len({order.loras for order in taken}) + processes - 1
-
-
-def test_mixed16_is_what_it_says_and_cuts_evenly_in_two():
-    """4 LoRA sets x 4, half with a ControlNet, 12 to 30 steps, four schedulers; a process gets 40 to 60 % of it."""
-    orders = workload("mixed16").items
-    sets = [order.loras for order in orders]
-    assert sorted(sets.count(one) for one in set(sets)) == [4, 4, 4, 4]
-    assert sum(1 for order in orders if order.control) == 8
-    assert len({order.scheduler for order in orders}) == 4
-    assert all(12 <= order.steps <= 30 for order in orders)
-    assert sets != sorted(sets), "arrival is interleaved"
-    shares = in_runs(orders, 2)
-    first, second = (sum(cost(orders[i]) for i in share) for share in shares)
-    assert 0.4 <= first / (first + second) <= 0.6

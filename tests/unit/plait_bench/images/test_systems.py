@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import replace
-from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -13,9 +11,7 @@ from PIL import Image
 
 from fakes.bench import FakeFleet
 from plait.config import ServedConfig
-from plait_bench import images
-from plait_bench.images import SYSTEMS, benchmark, interpreter, write_missing
-from plait_bench.images.fleet import ProcessLayout
+from plait_bench.images import SYSTEMS
 from plait_bench.images.measured import StartWorkload
 from plait_bench.images.orders import SIZES, ImageSpec, ModelFolder, Variety, control_map, workload
 from plait_bench.images.ours import body_of, configuration, prepared_parts
@@ -63,11 +59,6 @@ def test_a_variant_differs_in_what_its_name_says(models, name):
     assert section.model_copy(update=same) == plain.model_copy(update=same)
 
 
-def test_a_server_without_loras_names_no_folder(models):
-    """It would have to exist."""
-    assert served(replace(models, loras={})).images.loras.folder is None
-
-
 def test_orders_become_requests_that_the_server_takes():
     """Every field of every workload; the control map survives."""
     for kind in (Variety(), Variety(size=SIZES["sd15"])):
@@ -80,36 +71,6 @@ def test_orders_become_requests_that_the_server_takes():
     (control,) = body_of(order)["controlnets"]
     with Image.open(io.BytesIO(base64.b64decode(control["image"]))) as opened:
         assert (np.asarray(opened) == control_map("edges", 3, 48)).all()
-
-
-def test_settings_name_the_models_that_a_workload_needs(tmp_path):
-    """And how to run them."""
-    kind = Variety(size=SIZES["sd15"], edge=512)
-    settings = images._settings(tmp_path, kind, workload("controlnet", kind).items)
-    assert (settings["dtype"], settings["edge"]) == ("float32", 512)
-    assert settings["models"].base == tmp_path / "sd15"
-    assert settings["models"].controlnets == {"edges": tmp_path / "sd15-controlnet"}
-
-
-def test_models_that_are_there_are_not_written_again(tmp_path):
-    """`--models` may name a folder that was made before."""
-    base = tmp_path / "sd15"
-    base.mkdir()
-    (base / "model_index.json").write_text("{}")
-    said: list[str] = []
-    write_missing(ModelFolder.of(tmp_path, SIZES["sd15"], []), SIZES["sd15"], said.append)
-    assert said == []
-
-
-def test_the_peer_has_the_very_torch_that_is_here(monkeypatch, tmp_path):
-    """And no torchvision, which an index may have for another torch."""
-    asked = []
-    monkeypatch.setattr(images, "environment", lambda folder, pins, *, dropped: asked.append((folder, pins, dropped)))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    interpreter()
-    ((folder, pins, dropped),) = asked
-    assert (folder, dropped) == (tmp_path / "plait" / "bench" / "openvino", ("torchvision",))
-    assert f"torch=={version('torch')}" in pins
 
 
 def test_a_start_is_cold_once_and_warm_once():
@@ -134,20 +95,6 @@ def test_a_start_is_cold_once_and_warm_once():
     assert len(caches) == 2
     assert len(set(caches)) == 1
     assert all(fleet.closed for fleet in fleets)
-
-
-def test_a_layout_of_its_own_says_so():
-    """It has no numbers: the system chooses them."""
-    assert str(ProcessLayout(processes=1, threads=0, variant="its own")) == "its own"
-
-
-def test_start_alone_measures_nothing_else(tmp_path):
-    """`--workload start` starts no system for other workloads."""
-    given = {"models": tmp_path, "size": "sd15", "dtype": "float32"}
-    made = benchmark(only=["start"], **given)
-    assert [workload.name for workload in made.workloads] == ["sd15-start"]
-    whole = benchmark(**given)
-    assert [workload.name for workload in whole.workloads][:2] == ["sd15-start", "sd15-single"]
 
 
 def test_what_a_server_has_converted_is_in_its_metrics():

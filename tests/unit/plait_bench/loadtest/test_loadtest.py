@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait_bench import commands, job, loadtest
-from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
+from plait_bench import job, loadtest
+from plait_bench.errors import SystemFailed, SystemUnavailable
 from plait_bench.job import BenchJob
 from plait_bench.loadtest import generators
 from plait_bench.loadtest.window import ThroughputWindow, measure, noop_server
@@ -93,37 +93,6 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
     rows = {(row["system"], row["metric"]): row["value"] for row in written["rows"]}
     assert rows["plait", "requests_per_s"] == 24_000
     assert rows["locust", "cpu_s_per_1000"] == 0.05
-
-
-def test_unknown_systems_are_refused():
-    """In one sentence, before anything starts."""
-    with pytest.raises(BenchError, match="no system 'abacus'"):
-        job.measure(BenchJob(name="loadtest", rounds=1, systems=("abacus",)), say=lambda _: None)
-
-
-def test_the_best_number_of_callers_is_found_by_the_runner(monkeypatch):
-    """Each number has equal trials, shorter than a round; the round that counts is with the fastest."""
-    asked = []
-
-    def take(layout, seconds):
-        asked.append((layout, seconds))
-        return window({"16": 100.0, "64": 300.0, "256": 200.0}[layout])
-
-    contender = SimpleNamespace(layouts=("16", "64", "256"), take=take)
-    monkeypatch.setattr(loadtest, "CONTENDERS", dict.fromkeys(loadtest.CONTENDERS, lambda *_: contender))
-    written = job.measure(BenchJob(name="loadtest", rounds=1, systems=("locust",)), say=lambda _: None)
-    assert [layout for layout, seconds in asked] == ["16", "16", "64", "64", "256", "256", "64"]
-    assert asked[0][1] < asked[-1][1]
-    assert written["rows"][0]["layout"] == "64"
-
-
-def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
-    """The reason is told, and no half environment stays behind."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(commands.sys, "executable", str(tmp_path / "no-python"))
-    with pytest.raises(SystemUnavailable, match=r"locust==\S+ cannot be installed"):
-        generators.locust(None, print)
-    assert list((tmp_path / "plait" / "bench").iterdir()) == []
 
 
 def test_the_window_counts_what_the_server_saw(monkeypatch):

@@ -85,11 +85,3 @@ def test_without_data_it_says_what_is_missing(tmp_path, data):
     (data / "fgd" / "openb_pod_list_default.csv").write_text("name,cpu_milli\na,1\n")
     with pytest.raises(BenchError, match=r"not as published: KeyError"):
         load("default", data)
-
-
-def test_an_unknown_workload_is_a_sentence():
-    """It says what there is."""
-    with pytest.raises(
-        BenchError, match="there is no workload 'philly'; there are default, gpushare100, cpu050, departures, ray"
-    ):
-        placement.benchmark(only=["philly"])

@@ -16,7 +16,6 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from plait.app import AppArgs
-from plait.cli import main as root
 from plait.config import load_config
 
 CRD_VARIABLE = "PLAIT_KUBERAY_CRD"
@@ -113,19 +112,21 @@ deploy:
   network: {client_namespaces: [edge]}
   upgrade: {gateway_class: istio, step_percent: 10, max_surge_percent: 50}
 """ % ("ab" * 32)
+SHARDS = """
+images: null
+recommend: {models: {shop: {folder: models/shop, cn: {shards: {count: 3, replicas: 2, memory_gb: %s}}}}}
+deploy: {shard: {memory: 32Gi}, volumes: {models_from: models}}
+"""
 FILES = {"starter": STARTER, "split": SPLIT}
 
 
 @pytest.fixture
-def render(tmp_path, capsys):
+def render(render):
     """The exit code and what is printed for a plait.yaml."""
 
     def run(text: str, *arguments: str, image: str | None = DIGEST):
-        path = tmp_path / "plait.yaml"
-        path.write_text(text)
         given = [] if image is None else ["--image", image]
-        code = root.main(["deploy", "render", "--target", "kuberay", str(path), *given, *arguments])
-        return code, capsys.readouterr()
+        return render(text, "--target", "kuberay", *given, *arguments)
 
     return run
 
@@ -165,16 +166,6 @@ def test_kuberay_accepts_the_service(render, name):
     assert len(crd_problems(service)) == 2
 
 
-def test_the_schemas_refuse_what_is_wrong():
-    """A misspelt key of a pod and of a policy is found: the judges are awake."""
-    pod = {"metadata": {}, "spec": {"containers": [{"name": "a", "imagee": "b"}]}}
-    service = {"kind": "RayService", "spec": {"rayClusterConfig": {"headGroupSpec": {"template": pod}}}}
-    service["spec"]["rayClusterConfig"]["workerGroupSpecs"] = []
-    assert kubernetes_problems(service)
-    policy = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {}, "spec": {"minAvailabel": 1}}
-    assert kubernetes_problems(policy)
-
-
 def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
     """Ray's schema accepts it; the builder's arguments are those of the file, with folders where pods have them."""
     more = "images:\n  models_folder: models/more\n  results: {folder: /cache/results}\n"
@@ -193,13 +184,7 @@ def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
     assert str(args.ranking_models["shop"].folder) == "/srv/models/shop"
     asked = {it.name: it.ray_actor_options for it in application.deployments}
     nodes = {name: it.label_selector["plait-node"] for name, it in asked.items()}
-    assert nodes == {
-        "ingress": "cn",
-        "engine": "hn",
-        "controlnet-edges": "hn",
-        "cn-shop": "cn",
-        "hn-shop": "hn",
-    }
+    assert nodes == {"ingress": "cn", "engine": "hn", "controlnet-edges": "hn", "cn-shop": "cn", "hn-shop": "hn"}
     assert (asked["engine"].num_gpus, asked["engine"].num_cpus, asked["hn-shop"].num_gpus) == (1, 4, 0.5)
 
 
@@ -244,18 +229,6 @@ def test_each_container_is_confined_as_the_profile_restricted_asks(render):
             assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def test_ready_is_warm_and_alive_does_not_ask_the_queue(render):
-    """Workers are ready when plait is; whether they live is Ray's to say; the head waits for no model."""
-    (service,) = documents(render(STARTER)[1].out, "RayService")
-    cluster = service["spec"]["rayClusterConfig"]
-    (worker,) = [it["template"]["spec"]["containers"][0] for it in cluster["workerGroupSpecs"]]
-    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
-    assert worker["readinessProbe"]["httpGet"]["path"] == "/health"
-    paths = {it["livenessProbe"]["httpGet"]["path"] for it in (worker, head)}
-    assert paths | {head["readinessProbe"]["httpGet"]["path"]} == {"/api/healthz"}
-    assert service["spec"]["excludeHeadPodFromServeSvc"] is True
-
-
 def test_only_the_operator_reaches_the_dashboard(render):
     """No object of ours is a Service, and the policy opens 8265 to the operator's namespace alone."""
     objects = documents(render(SPLIT)[1].out)
@@ -271,56 +244,49 @@ def test_only_the_operator_reaches_the_dashboard(render):
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "image", "said"),
+    ("text", "said"),
     [
-        (STARTER, [], None, "no image"),
-        (STARTER, [], "plait:latest", "has no digest"),
-        ("deploy: {imag: x}", [], DIGEST, "deploy.imag: unknown key"),
-        ("deploy: {gpu: {gpu: 2}}", [], DIGEST, "deploy.gpu.gpu: unknown key"),
-        ("deploy: {name: Plait}", [], DIGEST, "deploy.name"),
-        ("deploy: {name: %s}" % ("a" * 48), [], DIGEST, "deploy.name"),
-        ("images: {num_gpus: 4}", [], DIGEST, "engine wants 0.4 cores and 4 GPUs, and a pod of deploy.gpu has 8 and 1"),
-        ("images: {num_cpus: 6}", [], DIGEST, "engine wants 6 cores, and a pod of deploy.cpu has 4: it fits no node"),
-        ("images: {num_cpus: 4, replicas: 3}\ndeploy: {cpu: {max_pods: 2}}", [], DIGEST, "the replicas need 4 pods"),
-        ("images: {num_cpus: 4}\ndeploy: {cpu: {min_pods: 1}}", [], DIGEST, "nothing adds them without autoscaling"),
-        ("deploy: {cpu: {min_pods: 3, max_pods: 2}}", [], DIGEST, "min_pods 3 is more than max_pods 2"),
-        ("deploy: {upgrade: {gateway_class: istio}}", [], DIGEST, "upgrade needs autoscaling"),
+        ("deploy: {imag: x}", "deploy.imag: unknown key"),
+        ("deploy: {gpu: {gpu: 2}}", "deploy.gpu.gpu: unknown key"),
+        ("deploy: {name: Plait}", "deploy.name"),
+        ("deploy: {name: %s}" % ("a" * 48), "deploy.name"),
+        ("images: {num_gpus: 4}", "engine wants 0.4 cores and 4 GPUs, and a pod of deploy.gpu has 8 and 1"),
+        ("images: {num_cpus: 6}", "engine wants 6 cores, and a pod of deploy.cpu has 4: it fits no node"),
+        ("images: {num_cpus: 4, replicas: 3}\ndeploy: {cpu: {max_pods: 2}}", "the replicas need 4 pods"),
+        ("images: {num_cpus: 4}\ndeploy: {cpu: {min_pods: 1}}", "nothing adds them without autoscaling"),
+        ("deploy: {cpu: {min_pods: 3, max_pods: 2}}", "min_pods 3 is more than max_pods 2"),
+        ("deploy: {upgrade: {gateway_class: istio}}", "upgrade needs autoscaling"),
         (
             "deploy: {autoscaling: true, upgrade: {gateway_class: i, step_percent: 50, max_surge_percent: 20}}",
-            [],
-            DIGEST,
             "step_percent 50 is more than max_surge_percent 20",
         ),
-        ("images: {model: ./base}", [], DIGEST, "images.model: "),
-        ("images: {models: {a: ./base}}", [], DIGEST, "images.models.a: "),
-        ("images: {models_folder: /srv/base}", [], DIGEST, "images.models_folder: /srv/base is not below /models"),
-        ("images: {results: {folder: /models/r}}", [], DIGEST, "images.results.folder: /models/r is written to"),
-        ("tuning: {enabled: true, folder: /models/t}", [], DIGEST, "tuning.folder: /models/t is written to"),
-        ("server: {api_keys: [{sha256: %s}]}" % ("ab" * 32), [], DIGEST, "deploy.metrics_secret"),
-        ("deploy: {volumes: {cache: {path: /models}}}", [], DIGEST, "models and cache are both at /models"),
-        ("deploy: {volumes: {cache: {path: cache}}}", [], DIGEST, "not an absolute path"),
+        ("images: {model: ./base}", "images.model: "),
+        ("images: {models: {a: ./base}}", "images.models.a: "),
+        ("images: {models_folder: /srv/base}", "images.models_folder: /srv/base is not below /models"),
+        ("images: {results: {folder: /models/r}}", "images.results.folder: /models/r is written to"),
+        ("tuning: {enabled: true, folder: /models/t}", "tuning.folder: /models/t is written to"),
+        ("server: {api_keys: [{sha256: %s}]}" % ("ab" * 32), "deploy.metrics_secret"),
+        ("deploy: {volumes: {cache: {path: /models}}}", "models and cache are both at /models"),
+        ("deploy: {volumes: {cache: {path: cache}}}", "not an absolute path"),
+        (SHARDS % 40, "holds 40 GB of tables, and a pod of deploy.shard has 34.4 GB: it fits no node"),
     ],
 )
-def test_what_cannot_be_deployed_is_refused_in_one_sentence(render, text, arguments, image, said):
+def test_what_cannot_be_deployed_is_refused_in_one_sentence(render, text, said):
     """A contradiction is exit code 1, one line that names the key, and no document at all."""
-    code, printed = render(text, *arguments, image=image)
+    code, printed = render(text)
     assert (code, printed.out) == (1, "")
     assert said in printed.err
     assert printed.err.count("\n") == 1
 
 
-def test_a_tag_is_taken_if_one_says_so(render):
+def test_an_image_has_a_digest_unless_one_says_so(render):
     """--allow-tag, for a registry on this machine."""
+    for image, said in ((None, "no image"), ("plait:latest", "has no digest")):
+        code, printed = render(STARTER, image=image)
+        assert (code, printed.out, said in printed.err) == (1, "", True)
     code, printed = render(STARTER, "--allow-tag", image="localhost:5000/plait:dev")
     assert code == 0, printed.err
     assert "localhost:5000/plait:dev" in printed.out
-
-
-SHARDS = """
-images: null
-recommend: {models: {shop: {folder: models/shop, cn: {shards: {count: 3, replicas: 2, memory_gb: %s}}}}}
-deploy: {shard: {memory: 32Gi}, volumes: {models_from: models}}
-"""
 
 
 def test_shards_have_pods_of_their_own(render):
@@ -336,11 +302,3 @@ def test_shards_have_pods_of_their_own(render):
     assert [selectors[f"shard{number}-shop"] for number in range(3)] == [{"plait-node": "shard"}] * 3
     assert selectors["cn-shop"] == {"plait-node": "cn"}
     AppArgs.model_validate(application["args"])
-
-
-def test_a_shard_that_fits_no_pod_is_refused(render):
-    """The sentence has the shard, its tables, what a pod has, and the key to change."""
-    code, printed = render(SHARDS % 40)
-    assert code == 1
-    assert "a replica of shard" in printed.err
-    assert "holds 40 GB of tables, and a pod of deploy.shard has 34.4 GB: it fits no node" in printed.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import LABEL, living_nodes
-from plait_deploy.on_ray.replica_location import DEVICES, NODE, devices_in, node_number
+from plait_deploy.on_ray.replica_location import DEVICES, NODE, node_number
 from plait_deploy.placement.demands import Demand, task_of
 
 FIRST, SECOND, HOST, DEAD = (f"{at}{'0' * 55}" for at in "3579")
@@ -54,13 +54,6 @@ def test_without_gpus_the_families_are_there_and_empty():
     families = gauges((), (), {})
     assert values(families) == {}
     assert [family.name for family in families] == [f"plait_node_{it}gpus" for it in ("", "idle_", "stranded_")]
-
-
-def test_devices_are_bits():
-    """One for each device; without the number they are unknown."""
-    assert devices_in({DEVICES: float(0b1101)}) == (0, 2, 3)
-    assert devices_in({DEVICES: 0.0}) == ()
-    assert devices_in({}) is None
 
 
 def test_ids_that_differ_late_enough_are_different_numbers():

@@ -108,26 +108,6 @@ def settle(serve, **more):
     return found
 
 
-def test_every_deployment_gets_its_replicas_and_then_nothing_changes():
-    """Within some seconds, in as many looks."""
-    serve = Serve([demand("x", 0.6, 2), demand("y", 0.4, 2), demand("z", 1, 2)])
-    found = settle(serve)
-    assert [count(found, name) for name in "xyz"] == [2, 2, 2]
-    assert serve.tick() == found
-
-
-def test_more_are_wanted_without_a_new_policy():
-    """Serve tells the same policy a new upper bound; what runs keeps its numbers."""
-    serve = Serve([demand("x", 0.5, 1), demand("y", 0.5, 1)])
-    before = settle(serve)
-    for name, context in serve.contexts.items():
-        if name.startswith("x@"):
-            context.capacity_adjusted_max_replicas = 3
-    after = settle(serve)
-    assert count(after, "x") == 3
-    assert all(after[name] >= number for name, number in before.items())
-
-
 def test_a_lost_node_is_left_and_one_that_comes_back_is_no_reason_to_move():
     """Its replicas start on the other node, and stay there."""
     serve = Serve([demand("x", 0.5, 3)])

@@ -10,7 +10,6 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
 from plait.app import AppArgs, build
-from plait.cli import main as root
 from plait_deploy.on_ray.nodes import LABEL
 
 CLUSTER = """
@@ -29,15 +28,10 @@ recommend:
 
 
 @pytest.fixture
-def render(tmp_path, capsys):
+def render(tmp_path, render):
     def run(config=CONFIG, cluster=CLUSTER, *options):
-        (tmp_path / "plait.yaml").write_text(config)
         (tmp_path / "cluster.yaml").write_text(cluster)
-        capsys.readouterr()
-        code = root.main(
-            ["deploy", "render", str(tmp_path / "plait.yaml"), "--cluster", str(tmp_path / "cluster.yaml"), *options]
-        )
-        said = capsys.readouterr()
+        code, said = render(config, "--cluster", str(tmp_path / "cluster.yaml"), *options)
         return code, said.out, said.err
 
     return run
@@ -101,16 +95,9 @@ def test_the_application_has_the_deployments_that_the_configuration_names(render
     ("config", "cluster", "sentence"),
     [
         (CONFIG.replace("replicas: 3", "replicas: 30"), CLUSTER, "the cluster is too full for"),
-        (
-            CONFIG.replace("num_gpus: 0.7", "num_gpus: 6"),
-            CLUSTER,
-            "engine: a replica needs 0.4 CPUs, 6 GPUs, and no node",
-        ),
-        (CONFIG.replace("num_gpus: 0.7", "num_gpus: 1.5"), CLUSTER, "above 1 Ray takes whole numbers only"),
         (CONFIG, CLUSTER.replace("host", "a host"), "class a host cannot be a label's value"),
         (CONFIG, CLUSTER.replace("host", "a@b"), "'a@b' names no deployment and no class of nodes"),
         (CONFIG, "nodes: []", "a list of at least one group of nodes"),
-        (CONFIG, "nodes: [{name: a, cpu: 4}]", "unknown key cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(render, config, cluster, sentence):

@@ -6,12 +6,12 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from plait_deploy.errors import ClusterError, NoRoomError, PlacementError, TaskError
+from plait_deploy.errors import ClusterError, PlacementError, TaskError
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.drawing import DRAWN_NODES, draw
 from plait_deploy.placement.plan import plan
-from plait_deploy.placement.policies import POLICIES, make_policy
+from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode, Task
 
@@ -88,43 +88,12 @@ def state() -> ClusterState:
     return parse_cluster({"nodes": [{**GROUP, "count": 2}]})
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_plan_has_a_line_for_each_replica(state, policy):
-    """In the order of the configuration, although the widest are placed first; use adds up."""
-    demands = [demand("a", 3, gpus=0.5), demand("b", 1, gpus=2), demand("c", 2)]
-    made = plan(state, demands, make_policy(policy, demand_classes(demands)))
-    assert [(each.demand.name, each.replica) for each in made.assigned] == [
-        ("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1),
-    ]  # fmt: skip
-    assert made.unplaced == ()
-    assert (made.before.idle, made.after.idle, made.after.gpus) == (4.0, 0.5, 4)
-    assert made.after.stranded == pytest.approx(sum(made.after.stranded_by_node))
-
-
 def test_stranded_is_what_the_average_replica_could_not_use(state):
     """0.4 beside each 0.6: of no use for another 0.6."""
     demands = [demand("a", 4, gpus=0.6), demand("idle", 1)]
     made = plan(state, demands, make_policy("plait", demand_classes(demands)))
     assert made.before.stranded == 0
     assert made.after.idle == made.after.stranded == pytest.approx(1.6)
-
-
-def test_a_full_cluster_leaves_replicas_without_a_place(state):
-    """They are named; the others have theirs."""
-    demands = [demand("a", 5, gpus=1)]
-    made = plan(state, demands, make_policy("plait", demand_classes(demands)))
-    assert [each.replica for each in made.unplaced] == [4]
-
-
-@pytest.mark.parametrize(
-    ("cpus", "gpus", "needs"), [(1, 3, "1 CPU, 3 GPUs"), (17, 0.5, "17 CPUs, 0.5 GPU"), (99, 0, "99 CPUs")]
-)
-def test_a_replica_that_fits_no_node_is_refused_before_anything_is_placed(state, cpus, gpus, needs):
-    """One sentence with what it needs."""
-    demands = [demand("a", 1, gpus=1), demand("big", 1, cpus=cpus, gpus=gpus)]
-    with pytest.raises(NoRoomError, match=f"big: a replica needs {needs}, and no node"):
-        plan(state, demands, make_policy("first-fit", ()))
-    assert state.clock == 0
 
 
 def test_nothing_to_place_is_a_sentence(state):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait_bench.placement.simulator import churn, fill, inflated, shuffled
-from plait_deploy.errors import PlacementError, TaskError
+from plait_bench.placement.simulator import fill, inflated, shuffled
+from plait_deploy.errors import TaskError
 from plait_deploy.placement.expected_use import ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables, integer_scores
 from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.policies.fgd import FgdPolicy, commonest
-from plait_deploy.placement.policies.plait import TURNS_OVER, PlaitPolicy
-from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.policies.plait import TURNS_OVER
 from plait_deploy.placement.policies.scored import REMEMBERED, Ties, leftover
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of
@@ -28,6 +27,12 @@ def cluster(*gpus: int, cpu_milli: int = 8_000) -> ClusterState:
     return ClusterState(
         [ClusterNode(name=str(at), cpu_milli=cpu_milli, memory_mib=0, gpus=n) for at, n in enumerate(gpus)]
     )
+
+
+def mixed(times: int) -> list[ClusterNode]:
+    """Nodes that differ in CPU per GPU."""
+    shapes = [(64_000, 8), (96_000, 8), (128_000, 4)] * times
+    return [ClusterNode(name=str(at), cpu_milli=cpu, memory_mib=0, gpus=gpus) for at, (cpu, gpus) in enumerate(shapes)]
 
 
 def chosen(name: str, state: ClusterState, task: Task, *others: Task) -> TaskPlacement:
@@ -142,10 +147,7 @@ def test_plait_follows_one_rule_while_a_cluster_fills_and_another_once_it_turns_
     remembered under the other rule are forgotten. No class has two GPUs, so weights are counts."""
     tasks = made_up(3)
     classes = classes_of(tasks)
-    shapes = [(64_000, 8), (96_000, 8), (128_000, 4)]
-    state = ClusterState(
-        [ClusterNode(name=str(at), cpu_milli=cpu, memory_mib=0, gpus=gpus) for at, (cpu, gpus) in enumerate(shapes * 3)]
-    )
+    state = ClusterState(mixed(3))
     policy = make_policy("plait", classes)
     turns, others = tables is FragmentTables, 0
     if turns:
@@ -172,49 +174,6 @@ def test_plait_follows_one_rule_while_a_cluster_fills_and_another_once_it_turns_
     assert others
 
 
-def test_where_tasks_depart_the_rule_for_that_strands_less():
-    """By a tenth at least than the rule for a cluster that fills up; mean of four seeds at 90 % load."""
-    shapes = [(64_000, 8), (96_000, 8), (128_000, 4)]
-    nodes = [
-        ClusterNode(name=str(at), cpu_milli=cpu, memory_mib=0, gpus=gpus) for at, (cpu, gpus) in enumerate(shapes * 5)
-    ]
-    tasks = made_up(1)
-    classes = classes_of(tasks)
-
-    def stranded(policy: Policy) -> float:
-        ends = [
-            churn(ClusterState(shuffled(nodes, seed)), tasks, policy, classes, seed=seed, load=0.9, arrivals=600)
-            for seed in range(4)
-        ]
-        return float(np.mean([end.stranded for end in ends]))
-
-    assert stranded(make_policy("plait", classes)) < 0.9 * stranded(AlwaysFilling(classes))
-
-
-def test_a_class_of_many_gpus_weighs_more_once_the_cluster_turns_over():
-    """A pair counts twice."""
-    state = cluster(2, 2)
-    state.place(HALF, TaskPlacement(node=0, devices=(0,)))
-    policy = PlaitPolicy((TaskClass(task=ONE, weight=2), TaskClass(task=PAIR, weight=1)))
-    policy.begin(state)
-    nodes = np.arange(2)
-    as_counted = FragmentTables((TaskClass(task=ONE, weight=2), TaskClass(task=PAIR, weight=2)), state)
-    state.departed = state.clock = 9
-    gain, _ = policy.score(state, ONE, nodes)
-    assert policy.regime(state) == 1
-    assert np.array_equal(gain, as_counted.gain(state, ONE, nodes)[0])
-    state.place(Task(cpu_milli=int(state.cpu[1])), TaskPlacement(node=1, devices=()))
-    assert policy.regime(state) == 0, "CPU runs out first"
-
-
-class AlwaysFilling(PlaitPolicy):
-    """The rule for a cluster that fills up, whatever departs."""
-
-    def regime(self, state: ClusterState) -> int:
-        """Return the first."""
-        return 0
-
-
 def test_scores_of_many_tasks_do_not_pile_up():
     """The oldest are forgotten, and computed again when they are asked for."""
     policy, state = make_policy("best-fit", ()), cluster(1)
@@ -231,12 +190,6 @@ def test_scores_need_a_class(tables):
         tables([], cluster(1))
 
 
-def test_an_unknown_policy_is_a_sentence():
-    """It says what there is."""
-    with pytest.raises(PlacementError, match="no policy tetris; there are plait, fgd"):
-        make_policy("tetris", ())
-
-
 def made_up(seed: int) -> list[Task]:
     """Tasks as in the public lists in small: many large parts that leave holes, some that fill them."""
     rng = np.random.default_rng(seed)
@@ -251,10 +204,7 @@ def made_up(seed: int) -> list[Task]:
 
 def test_plait_allocates_more_than_fgd_and_first_fit():
     """Where nodes differ in CPU per GPU, mean of eight seeds: by points, not by tenths; and random is far behind."""
-    shapes = [(64_000, 8), (96_000, 8), (128_000, 4)]
-    nodes = [
-        ClusterNode(name=str(at), cpu_milli=cpu, memory_mib=0, gpus=gpus) for at, (cpu, gpus) in enumerate(shapes * 10)
-    ]
+    nodes = mixed(10)
     means = {}
     for name in ("plait", "fgd", "first-fit", "random"):
         ends = []

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from plait_fabric import Lease, LeaseMisuse, PeerLost, Pool, PoolExhausted
-from plait_fabric.memory.extents import ALIGNMENT_BYTES, Extents, size_class
+from plait_fabric.memory.extents import ALIGNMENT_BYTES
+from support.waiting import wait_for
 
 CAPACITY_BYTES = 1 << 16
 
 
 def _pool(capacity_bytes: int = CAPACITY_BYTES) -> Pool:
     return Pool(memoryview(bytearray(capacity_bytes)))
-
-
-@given(st.integers(0, 1 << 40))
-def test_size_class_bounds(nbytes: int) -> None:
-    """A size class holds the request, is aligned, is its own class, and wastes under a quarter."""
-    rounded = size_class(nbytes)
-    assert rounded >= max(nbytes, 1)
-    assert rounded % ALIGNMENT_BYTES == 0
-    assert size_class(rounded) == rounded
-    if nbytes > 4 * ALIGNMENT_BYTES:
-        assert rounded < 1.25 * nbytes + ALIGNMENT_BYTES
-
-
-@given(st.lists(st.tuples(st.integers(0, 5_000), st.booleans()), max_size=60))
-def test_extents_always_heal(requests: list[tuple[int, bool]]) -> None:
-    """Whatever was taken and given back in whatever order, an idle arena is one free extent."""
-    extents = Extents(CAPACITY_BYTES)
-    held: list[tuple[int, int]] = []
-    for nbytes, give_oldest in requests:
-        offset = extents.take(nbytes)
-        if offset is not None:
-            held.append((offset, nbytes))
-        if give_oldest and held:
-            extents.give(*held.pop(0))
-    for offset, nbytes in reversed(held):
-        extents.give(offset, nbytes)
-    assert extents.take(CAPACITY_BYTES) == 0
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -126,19 +99,6 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_waiting_acquire_gets_what_is_released() -> None:
-    """`acquire` waits for room and goes on when a lease is released; the wait is counted."""
-    pool = _pool()
-    first = pool.acquire(CAPACITY_BYTES)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(pool.acquire, 100, 60.0)
-        while not pool.statistics().waits:
-            time.sleep(0.001)
-        first.release()
-        waiting.result(60.0).release()
-    assert pool.statistics().waits == 1
-
-
 def test_refusals_are_explicit() -> None:
     """Without room `acquire` refuses after its time-out, be it none."""
     pool = _pool()
@@ -158,21 +118,13 @@ def test_shut_pool_wakes_whoever_waits() -> None:
     pool.acquire(CAPACITY_BYTES)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pool.acquire, 1)
-        while not pool.statistics().waits:
-            time.sleep(0.001)
+        wait_for(lambda: pool.statistics().waits)
         pool.shut(PeerLost("gone"))
         assert isinstance(waiting.exception(60.0), PeerLost)
 
 
-def test_a_lease_of_another_pool_is_refused() -> None:
-    """A pool takes back only its own leases."""
-    lease = _pool().acquire(10)
-    with pytest.raises(LeaseMisuse):
-        _pool().give_back(lease)
-
-
 def test_threads_share_a_pool() -> None:
-    """Threads that acquire, fill, check and release never see each other's bytes."""
+    """Threads that acquire, fill, check and release wait for each other, and never see each other's bytes."""
     pool = _pool(1 << 14)
     failures: list[str] = []
 
@@ -190,12 +142,3 @@ def test_threads_share_a_pool() -> None:
         thread.join()
     assert not failures
     assert pool.statistics().leases == 0
-
-
-def test_copies_are_counted() -> None:
-    """The copy counter is the hook by which channels prove how often they copy."""
-    pool = _pool()
-    with pool.acquire(40_000) as lease:
-        lease.write(b"x" * 20_000, 64)
-        assert bytes(lease.memory[64:20_064]) == b"x" * 20_000
-    assert (pool.statistics().copies, pool.statistics().copied_bytes) == (1, 20_000)

@@ -17,7 +17,6 @@ from plait_fabric.transport import shm
 from suites.fabric_channel import SECRET, WAIT_S
 
 PAGE, SIZE = 4096, 512
-WORDS = {"written": 0, "taken": 8, "sleeping": 16, "goodbye": 24, "size": 32}
 
 
 def _ends() -> tuple[bytearray, RingWriter, RingReader]:
@@ -65,29 +64,6 @@ def test_every_packet_fits_an_empty_ring() -> None:
         assert len(taken) == nbytes
 
 
-def test_a_sleeper_is_woken_once() -> None:
-    """Who sleeps is to be woken by the first packet and not by the next; who is awake is not."""
-    _, writer, reader = _ends()
-    writer.put(b"a")
-    assert not writer.must_wake()
-    reader.sleeps(True)
-    assert writer.must_wake()
-    assert not writer.must_wake()
-    reader.sleeps(True)
-    reader.sleeps(False)
-    assert not writer.must_wake()
-
-
-def test_goodbye_is_left_behind() -> None:
-    """Packets that were put before the goodbye can still be taken."""
-    _, writer, reader = _ends()
-    writer.put(b"last")
-    assert not reader.said_goodbye()
-    writer.say_goodbye()
-    assert reader.said_goodbye()
-    assert reader.take() == b"last"
-
-
 @given(st.data())
 def test_nonsense_in_the_ring_is_a_violation(data: st.DataObject) -> None:
     """Whatever a peer writes into the shared words, a take gives bytes of the ring, nothing, or a violation."""
@@ -110,7 +86,7 @@ def test_nonsense_in_the_ring_is_a_violation(data: st.DataObject) -> None:
 def test_a_segment_without_a_ring_is_refused(size: int) -> None:
     """A size that is not one, or leaves the segment, is found before anything is read."""
     memory = bytearray(PAGE + SIZE)
-    memoryview(memory).cast("Q")[WORDS["size"]] = size
+    memoryview(memory).cast("Q")[4] = size
     with pytest.raises(ProtocolViolation):
         RingReader(memoryview(memory))
     with pytest.raises(ProtocolViolation):

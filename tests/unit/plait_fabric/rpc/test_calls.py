@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from fakes import number_service as kit
 from fakes.number_service import SECRET, VERSION, WAIT_S, serving
-from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, Pool, PoolExhausted, connect
+from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, Pool, PoolExhausted, connect, listen
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
+from plait_fabric.rpc.server import Peer
 from support.paused import pause
 from support.waiting import wait_for
 
@@ -52,17 +52,11 @@ class Question:
         return {"number": number, "value": self.value}, []
 
 
-def client_protocol(
-    *,
-    service: str = "numbers",
-    version: int = VERSION,
-    answer_timeout_s: float | None = None,
-    send_timeout_s: float = 1.0,
-) -> ClientProtocol[Question]:
-    """Greets a service of that name; answers and losses reach the questions."""
+def client_protocol(send_timeout_s: float = 1.0) -> ClientProtocol[Question]:
+    """Greets a service of numbers; answers and losses reach the questions."""
 
     def on_welcome(_: Connection[Question], payload: Mapping[str, Any]) -> None:
-        if fields.text(payload, "service") != service:
+        if fields.text(payload, "service") != "numbers":
             raise fields.WireError(f"it serves {payload['service']}")
 
     def on_message(connection: Connection[Question], message: Message) -> None:
@@ -80,13 +74,12 @@ def client_protocol(
             question.done.set()
 
     return ClientProtocol(
-        version=version,
-        hello={"service": service},
+        version=VERSION,
+        hello={"service": "numbers"},
         on_welcome=on_welcome,
         on_message=on_message,
         on_lost=on_lost,
         send_timeout_s=send_timeout_s,
-        answer_timeout_s=answer_timeout_s,
     )
 
 
@@ -121,23 +114,35 @@ def _address(scheme: str, folder: Path, name: str = "numbers") -> str:
     ]
 
 
-def _client(fleet: Fleet, *, count: int = 1, **options: object) -> Client[Question]:
-    protocol = client_protocol(answer_timeout_s=options.pop("answer_timeout_s", None))  # type: ignore[arg-type]
-    return Client(fleet.connect, protocol, name="test", count=count, backoff=QUICK, **options)  # type: ignore[arg-type]
+_open: list[Client[Question] | Connection[Question]] = []
 
 
-def _ask(client: Client[Question], value: int) -> Question:
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Whoever was connected is closed with the test."""
+    yield
+    while _open:
+        _open.pop().close()
+
+
+def _client(fleet: Fleet, **options: Any) -> Client[Question]:
+    _open.append(Client(fleet.connect, client_protocol(), name="test", **{"backoff": QUICK, **options}))
+    return _open[-1]
+
+
+def _ask(asked: Client[Question] | Connection[Question], value: int) -> Question:
     question = Question(value)
-    connection = client.best(full=True)
+    connection = asked.best(full=True) if isinstance(asked, Client) else asked
     assert connection is not None
     connection.call(question, question.pack)
     return question
 
 
-def _attached(address: str, **options: object) -> Connection[Question]:
-    connection = Connection(client_protocol(**options))  # type: ignore[arg-type]
-    connection.attach(ReplicaLink(replica="r", channel=connect(address, secret=kit.SECRET)))
+def _attached(address: str, **options: float) -> Connection[Question]:
+    connection = Connection(client_protocol(**options))
+    connection.attach(ReplicaLink(replica="r", channel=connect(address, secret=SECRET)))
     threading.Thread(target=connection.read, daemon=True).start()
+    _open.append(connection)
     return connection
 
 
@@ -148,16 +153,13 @@ def test_answers_find_their_calls_in_any_order(address: str) -> None:
     """The last question is answered first; a server that numbers mix up would confuse nobody."""
     with serving(address, doubles=False) as numbers:
         connection = _attached(numbers.address)
-        questions = [Question(value) for value in range(20)]
-        for question in questions:
-            connection.call(question, question.pack)
+        questions = [_ask(connection, value) for value in range(20)]
         assert connection.open_calls == 20
-        waiting = [numbers.asked.get(timeout=kit.WAIT_S) for _ in questions]
+        waiting = [numbers.asked.get(timeout=WAIT_S) for _ in questions]
         for peer, number, value in reversed(waiting):
             peer.send({"number": number, "value": value + 100})
         assert [question.wait() for question in questions] == [value + 100 for value in range(20)]
         assert connection.open_calls == 0
-        connection.close()
 
 
 def test_many_threads_call_at_once(address: str) -> None:
@@ -174,9 +176,8 @@ def test_many_threads_call_at_once(address: str) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(kit.WAIT_S)
+            thread.join(WAIT_S)
         assert wrong == []
-        client.close()
 
 
 def test_a_call_that_was_withdrawn_hears_nothing(address: str) -> None:
@@ -193,18 +194,13 @@ def test_a_call_that_was_withdrawn_hears_nothing(address: str) -> None:
 
 
 def test_a_message_that_does_not_fit_costs_only_its_call(address: str) -> None:
-    """The channel stays; so it does when a message cannot be made."""
+    """The channel stays."""
     with serving(address) as numbers:
         connection = _attached(numbers.address)
         with pytest.raises(FrameTooLarge):
             connection.call(Question(1), lambda number, _: ({"number": number, "value": "x" * 10_000_000}, []))
-        with pytest.raises(KeyError):
-            connection.call(Question(1), lambda *_: {}["there is none"])
         assert connection.open_calls == 0
-        question = Question(3)
-        connection.call(question, question.pack)
-        assert question.wait() == 6
-        connection.close()
+        assert _ask(connection, 3).wait() == 6
 
 
 def test_a_process_without_descriptors_connects_once_it_has_some_again(address: str) -> None:
@@ -213,13 +209,12 @@ def test_a_process_without_descriptors_connects_once_it_has_some_again(address: 
         with _no_descriptors():
             if not address.startswith("inproc"):
                 with pytest.raises(FabricError, match="Too many open files"):
-                    connect(numbers.address, secret=kit.SECRET)
+                    connect(numbers.address, secret=SECRET)
             client = _client(Fleet({"r": numbers.address}))
             if not address.startswith("inproc"):
                 wait_for(lambda: "Too many open files" in client.connections[0].why_down)
         wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
-        client.close()
 
 
 def test_a_dial_that_raises_anything_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,7 +227,7 @@ def test_a_dial_that_raises_anything_is_tried_again(tmp_path: Path, caplog: pyte
                 raise failure
             return fleet.connect(taken)
 
-        client = Client(dial, client_protocol(), name="test", count=1, backoff=QUICK)
+        client = Client(dial, client_protocol(), name="test", backoff=QUICK)
         wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
         client.close()
@@ -262,9 +257,9 @@ def _no_descriptors() -> Iterator[None]:
 def test_a_server_of_another_version_or_service_is_refused(tmp_path: Path) -> None:
     """The client says why; its channel is closed."""
     for version, payload, why in ((8, {"service": "numbers"}, "version 8"), (7, {"service": "letters"}, "letters")):
-        with kit.listen(f"inproc://{tmp_path.name}-{version}", secret=kit.SECRET) as listener:
-            channel = connect(listener.address, secret=kit.SECRET)
-            with listener.accept(kit.WAIT_S) as theirs:
+        with listen(f"inproc://{tmp_path.name}-{version}", secret=SECRET) as listener:
+            channel = connect(listener.address, secret=SECRET)
+            with listener.accept(WAIT_S) as theirs:
                 theirs.send(greeting("welcome", version, payload))
                 with pytest.raises(ConnectionLost, match=why):
                     Connection(client_protocol()).attach(ReplicaLink(replica="r", channel=channel))
@@ -290,7 +285,7 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subp
     """A process that is asked and does not answer, and where it listens."""
     paths = [path for path in sys.path if path]
     code = f"import sys\nsys.path[:0] = {paths!r}\n{PROCESS}"
-    command = [sys.executable, "-c", code, _address(request.param, tmp_path), kit.SECRET.hex()]
+    command = [sys.executable, "-c", code, _address(request.param, tmp_path), SECRET.hex()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -313,11 +308,10 @@ def test_kill_nine_in_mid_call_is_noticed_at_once_and_the_next_replica_answers(
         assert process.stdout.readline() == "asked\n"
         fleet.addresses = {"second": second.address}
         process.kill()
-        assert question.done.wait(kit.WAIT_S)
+        assert question.done.wait(WAIT_S)
         assert "the peer was lost" in question.why_lost
         wait_for(lambda: client.up == 1)
         assert _ask(client, 2).wait() == 4
-        client.close()
 
 
 def test_a_peer_that_stops_reading_is_lost_after_the_time_out(stuck: tuple[subprocess.Popen[str], str]) -> None:
@@ -333,13 +327,13 @@ def test_a_peer_that_stops_reading_is_lost_after_the_time_out(stuck: tuple[subpr
             questions.append(question)
             time.sleep(0.001)  # some hundreds are enough
     for question in questions:
-        assert question.done.wait(kit.WAIT_S)
+        assert question.done.wait(WAIT_S)
         assert question.why_lost
 
 
-def _ask_at_length(connection: Connection[Question], question: Question) -> None:
+def _ask_at_length(connection: Connection[Question], question: Question, nbytes: int = 100_000) -> None:
     def pack(number: int, _: Pool) -> Packed:
-        return {"number": number, "value": question.value}, [bytes(100_000)]
+        return {"number": number, "value": question.value}, [bytes(nbytes)]
 
     connection.call(question, pack, later=pack)
 
@@ -350,26 +344,21 @@ def test_what_could_not_be_sent_at_once_arrives_all_the_same(address: str) -> No
         connection = _attached(numbers.address)
         questions = [Question(value) for value in range(100)]
         for question in questions:
-
-            def pack(number: int, _: object, value: int = question.value) -> tuple[dict[str, int], list[bytes]]:
-                return {"number": number, "value": value}, [bytes(50_000 * (value % 2))]
-
-            connection.call(question, pack, later=pack)  # type: ignore[arg-type]
+            _ask_at_length(connection, question, 50_000 * (question.value % 2))
         assert [question.wait() for question in questions] == [2 * question.value for question in questions]
-        connection.close()
 
 
 def test_what_cannot_be_packed_fails_its_own_call_only(address: str) -> None:
     """At once, or on the thread that sends later: then its call is lost, with the reason."""
     with serving(address) as numbers:
-        connection, question, broken = _attached(numbers.address), Question(1), Question(2)
+        connection, broken = _attached(numbers.address), Question(2)
         first, go_on = Question(3), threading.Event()
 
         def not_now(number: int, _: object) -> Packed:
             raise PoolExhausted(f"no memory for {number} at once")
 
         def held(number: int, pool: Pool) -> Packed:
-            assert go_on.wait(kit.WAIT_S)
+            assert go_on.wait(WAIT_S)
             return first.pack(number, pool)
 
         def never(number: int, _: object) -> Packed:
@@ -379,17 +368,17 @@ def test_what_cannot_be_packed_fails_its_own_call_only(address: str) -> None:
             connection.call(broken, never, later=never)
         connection.call(first, not_now, later=held)  # the next one must go later, too
         connection.call(broken, never, later=never)
+        question = Question(1)
         connection.call(question, question.pack, later=question.pack)
         go_on.set()
         assert (first.wait(), question.wait()) == (6, 2)
         assert broken.why_lost.startswith("no layout")
-        connection.close()
 
 
 def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
     """While nobody listens; as soon as somebody does, calls are answered."""
     fleet = Fleet()
-    client = Client(fleet.connect, client_protocol(), name="test", backoff=Backoff(first_s=0.02, max_s=0.16))
+    client = _client(fleet, backoff=Backoff(first_s=0.02, max_s=0.16))
     wait_for(lambda: len(fleet.asked) >= 6)
     assert client.best() is None
     assert client.connections[0].why_down == "there is no other"
@@ -400,7 +389,6 @@ def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
         fleet.addresses["r"] = numbers.address
         wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
-        client.close()
 
 
 def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_path: Path) -> None:
@@ -411,7 +399,7 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
         serving(_address("inproc", tmp_path, "b")) as second,
     ):
         fleet.addresses = {"a": first.address}
-        client = _client(fleet, count=1, max_count=2)
+        client = _client(fleet, max_count=2)
         wait_for(lambda: client.up == 1 and len(client.connections) == 2)
         stuck = _ask(client, 1)
         fleet.addresses["b"] = second.address
@@ -425,7 +413,7 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
         assert best.replica == "a"
         assert client.open_calls == 1
         client.close()
-        assert stuck.done.wait(kit.WAIT_S)
+        assert stuck.done.wait(WAIT_S)
 
 
 def test_connections_to_replicas_that_are_gone_are_let_go(tmp_path: Path) -> None:
@@ -433,7 +421,7 @@ def test_connections_to_replicas_that_are_gone_are_let_go(tmp_path: Path) -> Non
     fleet = Fleet()
     with serving(_address("inproc", tmp_path, "a")) as first:
         fleet.addresses = {"a": first.address}
-        client = _client(fleet, count=1, max_count=3)
+        client = _client(fleet, max_count=3)
         with (
             serving(_address("inproc", tmp_path, "b")) as second,
             serving(_address("inproc", tmp_path, "c")) as third,
@@ -442,7 +430,6 @@ def test_connections_to_replicas_that_are_gone_are_let_go(tmp_path: Path) -> Non
             wait_for(lambda: client.up == len(client.connections) == 3)
             fleet.addresses = {"a": first.address}
         wait_for(lambda: client.up == 1 and len(client.connections) == 2)
-        client.close()
 
 
 def test_replicas_that_are_asked_one_call_at_a_time_share_them(tmp_path: Path) -> None:
@@ -462,10 +449,8 @@ def test_replicas_that_are_asked_one_call_at_a_time_share_them(tmp_path: Path) -
             connection = client.best()
             assert connection is not None
             asked[connection.replica] += 1
-            connection.call(question := Question(value), question.pack)
-            assert question.wait() == 2 * value
+            assert _ask(connection, value).wait() == 2 * value
         assert min(asked["a"], asked["b"]) >= 240
-        client.close()
 
 
 # ---- the server ----------------------------------------------------------------------------------------------------
@@ -475,29 +460,27 @@ def test_draining_sends_what_waits_and_takes_nobody_new(address: str) -> None:
     """Replies that were given before the end arrive; a new client finds nobody."""
     with serving(address, doubles=False, backlog=8) as numbers:
         connection = _attached(numbers.address)
-        questions = [Question(value) for value in range(5)]
-        for question in questions:
-            connection.call(question, question.pack)
+        questions = [_ask(connection, value) for value in range(5)]
         for _ in questions:
-            peer, number, value = numbers.asked.get(timeout=kit.WAIT_S)
+            peer, number, value = numbers.asked.get(timeout=WAIT_S)
             peer.reply(lambda _, number=number, value=value: ({"number": number, "value": value}, ()))  # type: ignore[misc]
-        numbers.stop(flush_s=kit.WAIT_S)
+        numbers.stop(flush_s=WAIT_S)
         assert [question.wait() for question in questions] == list(range(5))
         wait_for(lambda: not connection.up)
         assert not numbers.server.alive
         with pytest.raises(Exception, match=r"listen|refused"):
-            connect(numbers.address, secret=kit.SECRET)
+            connect(numbers.address, secret=SECRET)
 
 
 def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
     """With a backlog, no more of its messages are taken than may wait; others are served."""
     admitted: list[int] = []
-    asking: list[kit.Peer] = []
+    asking: list[Peer] = []
 
-    def on_message(peer: kit.Peer, message: kit.Message) -> None:
+    def on_message(peer: Peer, message: Message) -> None:
         asking.append(peer)
         with message:
-            value = kit.fields.integer(message.header, "value")
+            value = fields.integer(message.header, "value")
         peer.admit()
         admitted.append(value)
 
@@ -511,16 +494,14 @@ def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
         wait_for(lambda: admitted == [0, 1, 2, 99])
         asking[0].done()
         wait_for(lambda: admitted[-1] == 3)
-        connection.close()
-        other.close()
 
 
 @pytest.mark.parametrize("kind", [PoolExhausted, ValueError])
 def test_a_reply_that_fails_ends_its_client_also_while_that_waits_for_room(address: str, kind: type[Exception]) -> None:
     """Whatever packing raises: the client is hung up on instead of waiting, and its thread reports it."""
-    asking: list[kit.Peer] = []
+    asking: list[Peer] = []
 
-    def on_message(peer: kit.Peer, message: kit.Message) -> None:
+    def on_message(peer: Peer, message: Message) -> None:
         asking.append(peer)
         message.release()
         peer.admit()
@@ -534,9 +515,8 @@ def test_a_reply_that_fails_ends_its_client_also_while_that_waits_for_room(addre
             connection.send(bare({"number": value, "value": value}))
         wait_for(lambda: len(asking) == 2)  # the second waits
         asking[0].reply(never)
-        assert numbers.lost.get(timeout=kit.WAIT_S) is asking[0]
+        assert numbers.lost.get(timeout=WAIT_S) is asking[0]
         wait_for(lambda: numbers.server.peers == 0)
-        connection.close()
 
 
 def test_clients_are_counted_bounded_and_reported_once(address: str) -> None:
@@ -548,7 +528,7 @@ def test_clients_are_counted_bounded_and_reported_once(address: str) -> None:
             _attached(numbers.address)
         assert numbers.server.refused == 1
         first.close()
-        assert numbers.lost.get(timeout=kit.WAIT_S).number == 1
+        assert numbers.lost.get(timeout=WAIT_S).number == 1
         wait_for(lambda: numbers.server.peers == 0)
         assert numbers.lost.empty()
         _attached(numbers.address).close()
@@ -557,12 +537,12 @@ def test_clients_are_counted_bounded_and_reported_once(address: str) -> None:
 def test_news_reaches_those_who_are_here(address: str) -> None:
     """An announcement goes to every client that was greeted; later ones hear the welcome alone."""
     with serving(address) as numbers:
-        channels = [connect(numbers.address, secret=kit.SECRET) for _ in range(2)]
+        channels = [connect(numbers.address, secret=SECRET) for _ in range(2)]
         for channel in channels:
-            channel.send(greeting("hello", kit.VERSION, {"service": "numbers"}))
-            channel.recv(kit.WAIT_S).release()
+            channel.send(greeting("hello", VERSION, {"service": "numbers"}))
+            channel.recv(WAIT_S).release()
         numbers.server.announce({"news": 1})
         for channel in channels:
-            with channel.recv(kit.WAIT_S) as message:
+            with channel.recv(WAIT_S) as message:
                 assert message.header["news"] == 1
             channel.close()

@@ -22,3 +22,13 @@ def converted(block: SmallBlock, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("converted")
     openvino_at(folder).prepare("k", lambda: small_computation(block))
     return folder
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What is compiled from now on, not read: the model and the options of each."""
+    from plait_kernels.executors import openvino_program
+
+    calls, compile_model = [], openvino_program.compile_model
+    monkeypatch.setattr(openvino_program, "compile_model", lambda *of: calls.append(of) or compile_model(*of))
+    return calls

@@ -23,20 +23,6 @@ def copy(converted, tmp_path):
     return shutil.copytree(converted, tmp_path / "copy")
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """What is compiled from now on, not read."""
-    calls = []
-
-    def count(*args, **kwargs):
-        calls.append(args)
-        return compile_model(*args, **kwargs)
-
-    compile_model = openvino_program.compile_model
-    monkeypatch.setattr(openvino_program, "compile_model", count)
-    return calls
-
-
 def answers(program, block) -> bool:
     """Whether it computes what the module does, with and without factors, for shapes it has not seen."""
     inputs, factors = small_inputs(3, 4, 5), small_factors([{"point": 2}, {}, {"conv_in": 3, "down": 1}])
@@ -104,42 +90,36 @@ def test_what_computes_something_else_is_compiled_anew(copy, block, compiled, ca
     assert (copy / "k" / "model.xml").is_file()
 
 
-def test_where_nothing_can_be_written_each_start_compiles(copy, block, compiled, caplog, monkeypatch):
-    """A full disk, or a folder of somebody else: said, and nothing is left behind."""
+class Unwilling:
+    """A model that cannot be exported."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def export_model(self):
+        raise RuntimeError("this model cannot be exported")
+
+
+@pytest.mark.parametrize("why", ["No space left", "cannot be exported"])
+def test_where_nothing_can_be_kept_each_start_compiles(copy, block, compiled, caplog, monkeypatch, why):
+    """A full disk, a folder of somebody else, a model that OpenVINO does not export: said, and nothing is left behind;
+    what was converted stays."""
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     (blob,) = kept(copy)
     blob.unlink()
-    before = sorted((copy / "k").iterdir())
-    monkeypatch.setattr(compiled_cache.tempfile, "NamedTemporaryFile", full)
+    before, counted = sorted((copy / "k").iterdir()), openvino_program.compile_model
+    if why == "No space left":
+        monkeypatch.setattr(compiled_cache.tempfile, "NamedTemporaryFile", full)
+    else:
+        monkeypatch.setattr(openvino_program, "compile_model", lambda *args: Unwilling(counted(*args)))
     with caplog.at_level(logging.WARNING):
         assert answers(openvino_at(copy).open("k"), block)
-    assert "No space left" in caplog.text
+    assert why in caplog.text
     assert sorted((copy / "k").iterdir()) == before
     assert len(compiled) == 1
-
-
-def test_a_model_that_cannot_be_exported_runs(copy, block, compiled, caplog, monkeypatch):
-    """Its entry stays: what was converted is right."""
-
-    class Unwilling:
-        def __init__(self, model):
-            self.model = model
-
-        def __getattr__(self, name):
-            return getattr(self.model, name)
-
-        def export_model(self):
-            raise RuntimeError("this model cannot be exported")
-
-    (blob,) = kept(copy)
-    blob.unlink()
-    counted = openvino_program.compile_model
-    monkeypatch.setattr(openvino_program, "compile_model", lambda *args: Unwilling(counted(*args)))
-    with caplog.at_level(logging.WARNING):
-        assert answers(openvino_at(copy).open("k"), block)
-    assert "cannot be exported" in caplog.text
-    assert (copy / "k" / "model.xml").is_file()
-    assert (len(compiled), kept(copy)) == (1, [])

@@ -88,32 +88,24 @@ def test_an_answer_is_the_callers_own_unless_it_wants_none(program):
     assert program.settled
 
 
-def test_factors_and_other_numbers_of_inputs_are_refused(program):
-    """By name, before anything runs."""
+class Nonzero(nn.Module):
+    """Whose output has no fixed shape: its memory would move from call to call."""
+
+    def forward(self, x):
+        return (x.nonzero(),)
+
+
+def test_what_no_program_takes_is_refused(program, module):
+    """By name: factors, other numbers of inputs, shapes that do not fit, outputs without one."""
     with pytest.raises(ExecutorError, match="no factors"):
         program.run(inputs(8), RowFactors(rows=8, by_path={}))
     with pytest.raises(ValueError, match="argument"):
         program.run(inputs(8)[:2])
-
-
-def test_outputs_without_a_fixed_shape_are_refused():
-    """Their memory would move from call to call."""
-
-    class Nonzero(nn.Module):
-        def forward(self, x):
-            return (x.nonzero(),)
-
-    made = StaticPrograms(
-        Computation(module=Nonzero(), inputs=(InputSpec(name="x", shape=(None, 2)),), example=(torch.ones(2, 2),))
-    )
-    with pytest.raises(ExecutorError, match="shape"):
-        made.compile([(4, 2)], ONE)
-
-
-def test_a_failed_compilation_is_an_executor_error(module):
-    """For example shapes that do not fit."""
     with pytest.raises(ExecutorError, match="compiling failed"):
         StaticPrograms(computation(module)).compile([(1, 4), (8, 7), (8,), (8,)], ONE)
+    given = Computation(module=Nonzero(), inputs=(InputSpec(name="x", shape=(None, 2)),), example=(torch.ones(2, 2),))
+    with pytest.raises(ExecutorError, match="shape"):
+        StaticPrograms(given).compile([(4, 2)], ONE)
 
 
 def test_openvino_reports_nothing_and_starts_nothing():

@@ -83,15 +83,6 @@ def test_what_fails_leaves_nothing(tmp_path, error):
     assert (tmp_path / "k" / "model").read_text() == "good"
 
 
-def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
-    """A file is where the folder should be."""
-    (tmp_path / "file").touch()
-    store = ProgramStore(tmp_path / "file" / "prepared")
-    assert store.find("k") is None
-    with pytest.raises(OSError, match="file"):
-        make(store)
-
-
 def test_who_holds_a_key_holds_others_up_and_no_other_key(tmp_path):
     """Of two threads one makes the entry while the other waits, and then finds it."""
     store, made, waiting = ProgramStore(tmp_path), [], threading.Event()

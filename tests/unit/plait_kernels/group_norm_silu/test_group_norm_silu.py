@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch.nn import functional
 
 from plait_kernels.registry import KernelError
@@ -33,13 +33,11 @@ def test_the_definition_is_torchs():
 
 
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_every_form_is_the_formula(norm, shape, layout):
-    """One rounding from fp64, on odd shapes and either layout, into poisoned memory."""
+def test_every_form_is_the_formula(norm, shape):
+    """One rounding from fp64, on odd shapes in the layout that has blocks of channels, into poisoned memory; the other
+    has a program for each channel, whatever their number."""
     for i, dtype in enumerate(DTYPES):
-        if layout == "contiguous" and i and shape[0] * shape[1] > 64 and DEVICE == "cpu":
-            continue  # the interpreter takes a while for a program per channel
-        check_norm(norm, norm_case(shape, dtype, DEVICE, layout=layout, addend=i != 1), silu=i != 2)
+        check_norm(norm, norm_case(shape, dtype, DEVICE, layout="channels_last", addend=i != 1), silu=i != 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,13 +69,6 @@ def test_more_pixels_than_one_piece_holds(norm):
         check_norm(norm, norm_case((1, 10, 101, 47, 2), torch.float32, DEVICE, layout=layout, addend=True))
 
 
-def test_one_images_statistics_are_its_own(norm):
-    """The other image of a batch changes nothing, bit for bit."""
-    case = norm_case((2, 8, 6, 6, 2), torch.float32, DEVICE, layout="channels_last")
-    alone = {**case, "x": case["x"][1:].contiguous(memory_format=torch.channels_last)}
-    assert torch.equal(norm(**case)[1:], norm(**alone))
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -94,7 +85,7 @@ def test_shapes_that_do_not_fit_are_refused(norm, change, reason):
         norm(**{**case, **change})
 
 
-@fuzz
+@settings(fuzz, max_examples=40)  # the interpreter takes a while for a program per channel
 @given(norm_cases(DEVICE))
 def test_forms_do_not_differ(case):
     """All forms, on whatever hypothesis thinks of."""

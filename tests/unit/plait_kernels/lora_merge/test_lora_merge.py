@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from plait_kernels.lora_merge import NonFiniteMerge, Term, concat, is_finite, reference
+from plait_kernels.lora_merge import NonFiniteMerge, Term, is_finite
 from plait_kernels.registry import IMPLS, load
 
 torch.set_num_threads(1)
@@ -100,19 +100,6 @@ def test_factors_that_do_not_fit_are_refused(merge_, up, down):
     with pytest.raises(ValueError, match="do not fit"):
         merge_(weight, torch.ones(7, 5), [Term(up=torch.ones(up), down=torch.ones(down), c=1.0)])
     assert not weight.any()
-
-
-def test_concatenation_is_as_exact_as_the_definition():
-    """Over many cases the one-product form is no further from fp64 than twice the definition is."""
-    worst = {concat: 0.0, reference: 0.0}
-    for seed in range(40):
-        pristine, terms = case((48, 80), (8, 4, 16), torch.float32, seed)
-        expected = truth(pristine, terms)
-        for impl, error in worst.items():
-            weight = torch.empty_like(pristine)
-            impl.merge_(weight, pristine, terms)
-            worst[impl] = max(error, float((weight.double() - expected).abs().max()))
-    assert 0 < worst[concat] <= 2 * worst[reference]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)

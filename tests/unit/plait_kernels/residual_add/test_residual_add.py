@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plait_kernels.registry import KernelError
-from suites.operators import DTYPES, ROW_SHAPES, check_residuals, chosen_on_a_gpu, fuzz, residual_case
+from suites.operators import DTYPES, check_residuals, chosen_on_a_gpu, fuzz, residual_case
 
 pytest.importorskip("triton", reason="needs triton: make setup-kernels")
 
@@ -22,14 +22,6 @@ FORMS = {"reference": reference.residual_add_, "triton": triton_impl.residual_ad
 def residual_add_(request: pytest.FixtureRequest):
     """Every form."""
     return FORMS[request.param]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)
-def test_every_form_is_the_formula(residual_add_, shape, dtype):
-    """One rounding from fp64, for none to four residuals."""
-    for count in range(5):
-        check_residuals(residual_add_, residual_case(shape, count, dtype, DEVICE))
 
 
 def test_only_the_rows_given_are_written(residual_add_):
@@ -68,10 +60,11 @@ def test_five_residuals_are_the_references():
 
 @fuzz
 @given(
-    st.lists(st.integers(0, 9), min_size=4, max_size=4), st.integers(0, 4), st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 9), min_size=2, max_size=4), st.integers(0, 4), st.sampled_from(DTYPES),
     st.sampled_from(["cc", "cl", "lc", "ll"]), st.integers(0, 99),
 )  # fmt: skip
-def test_forms_do_not_differ(shape, count, dtype, layouts, seed):
-    """All forms on any shape: elements are matched by place, not by memory order."""
+@example([2, 4, 33, 31], 4, torch.float16, "lc", 0)  # more than a program takes
+def test_every_form_is_the_formula(shape, count, dtype, layouts, seed):
+    """One rounding from fp64 on any shape: elements are matched by place, not by memory order."""
     for form in FORMS.values():
         check_residuals(form, residual_case(shape, count, dtype, DEVICE, layouts=layouts, seed=seed))

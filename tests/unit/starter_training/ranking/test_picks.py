@@ -6,13 +6,11 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_disagg.graph.inputs import check_inputs, tensor_names
 from plait_disagg.package import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.manifest import manifest_problems
@@ -35,16 +33,6 @@ def test_auc_counts_pairs(pairs: list[tuple[bool, int]]):
     assert auc(*zip(*pairs, strict=True)) == pytest.approx(sum(wins) / len(wins))
 
 
-def test_films_have_readable_names_of_their_own():
-    """2,000 names, no two alike, and a film always has its first genre."""
-    catalog = make_catalog(FILMS)
-    assert len(set(catalog.names)) == FILMS
-    assert catalog.names == make_catalog(FILMS).names
-    assert catalog.names != make_catalog(FILMS, seed=1).names
-    assert bool(catalog.genres[np.arange(FILMS), catalog.first_genre].all())
-    assert catalog.genres.sum(1).max() <= 3
-
-
 SMALL = PicksRecipe(people=300, people_judged=200, rounds=1)
 
 
@@ -64,19 +52,6 @@ def test_what_was_shipped_is_whole():
     """The state and the films are there, small, and as the manifest lists them."""
     assert sum((FOLDER / name).stat().st_size for name in (STATE, ITEMS)) < 1 << 20
     assert manifest_problems(FOLDER.parent) == []
-
-
-def test_items_feed_the_model():
-    """The films' arrays are the item-side inputs, and every film can be scored with them."""
-    model, inputs = build()
-    check_inputs(inputs)
-    arrays = items()
-    wanted = tensor_names([one for one in inputs if one.side == "item"])
-    assert sorted(arrays) == sorted(wanted)
-    assert len(item_names()) == FILMS == len(arrays["item"])
-    scores = model(**person(FILMS), **arrays)["score"]
-    assert scores.shape == (FILMS,)
-    assert bool(((scores > 0) & (scores < 1)).all())
 
 
 def person(rows: int, *, liked: tuple[str, ...] = (), history: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -120,17 +95,6 @@ def test_picks_follow_taste(genre: str):
         best[liked] = catalog.genres[scores.topk(20).indices.numpy(), GENRES.index(genre)].sum()
     assert best[genre] >= 14
     assert best["music"] <= 10
-
-
-def test_history_changes_the_picks():
-    """A history is read: two people who differ in it alone get different lists."""
-    model, _ = build()
-    arrays = items()
-    lists = [
-        model(**person(FILMS, liked=("drama",), history=history), **arrays)["score"].topk(10).indices.tolist()
-        for history in (tuple(range(20)), tuple(range(500, 520)))
-    ]
-    assert lists[0] != lists[1]
 
 
 def test_the_shipped_model_comes_near_the_law():
