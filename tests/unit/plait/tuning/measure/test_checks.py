@@ -38,20 +38,10 @@ def check(spec: JobSpec) -> None:
     prepare(spec, target_config(spec.target, live=False))
 
 
-def test_a_sound_job_is_accepted() -> None:
-    """Nothing to say."""
-    check(job())
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"knobs": {"wheels": {"kind": "int", "low": 1, "high": 4, "sets": "engine.wheels"}}}, "no knob 'wheels'"),
-        (
-            {"knobs": {"threads": {"kind": "int", "low": 1, "high": 4}}},
-            "threads: no DEPLOYMENT.knob of plait",
-        ),
-        ({"knobs": {"n": {"kind": "int", "low": 1, "high": 4, "sets": "vllm.n"}}}, "no deployment 'vllm'"),
         ({"objective": "max nosuch"}, "no metric nosuch; there are attainment, cost_per_hour"),
         ({"limits": ["attanment >= 0.9"]}, "no metric attanment; did you mean attainment?"),
         (
@@ -69,9 +59,8 @@ def test_a_sound_job_is_accepted() -> None:
 )
 def test_what_can_not_be_measured_is_refused(changes: dict[str, Any], says: str) -> None:
     """One sentence that names the field, before anything is started."""
-    knobs = changes.get("knobs")
-    if knobs is not None:
-        changes = {**changes, "reference": {"config": {name: spec["low"] for name, spec in knobs.items()}}}
+    if "knobs" in changes:
+        changes = {**changes, "reference": {"config": dict.fromkeys(changes["knobs"], 1)}}
     spec = job(**changes)
     with pytest.raises(JobRefused, match=says):
         check(spec)
@@ -98,7 +87,6 @@ def test_a_clone_has_room_for_the_largest_configuration() -> None:
     knobs = {"replicas": {"kind": "int", "low": 1, "high": 5, "sets": "engine.replicas"}}
     spec = job(knobs=knobs, reference={"config": {"replicas": 1}})
     config = max_replicas_config(spec, target_config(spec.target, live=False))
-    assert config.images is not None
     assert config.images.replicas == 5
 
 
