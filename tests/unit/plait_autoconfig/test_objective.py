@@ -114,6 +114,7 @@ def test_the_named_objectives():
     ("text", "limits", "said"),
     [
         ("most goodput", [], "the goal 'most goodput' cannot be read"),
+        ("min cost at rate 1e", [], "'1e' is no number"),
         ("min cost at rate 0", [], "'min cost at rate 0' needs a rate above 0"),
         ("max a", ["p99 < 5"], "the limit 'p99 < 5' cannot be read"),
         ("max a", ["p99 <= 1e999"], "'1e999' is no number"),
@@ -125,3 +126,5 @@ def test_unreadable_objectives_are_quoted(text, limits, said):
     """A text that is no objective is quoted, and what is asked for twice or leaves nothing is named."""
     with pytest.raises(ObjectiveError, match=said):
         parse_objective(text, limits)
+    with pytest.raises(ObjectiveError, match="no goal"):
+        Objective(())

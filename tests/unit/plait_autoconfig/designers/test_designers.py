@@ -13,7 +13,7 @@ from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, TrialOutcome
 from suites.designers import OBJECTIVE, SMALL, run_trials
-from support.autoconfig import GRID
+from support.autoconfig import GRID, measured
 
 RATE = Objective((maximise("rate"),))
 
@@ -40,16 +40,31 @@ def test_sobol_spreads_at_once():
         assert {cell["n"] // 16 for cell in cells} == {0, 1, 2, 3}
 
 
+@pytest.fixture
+def studies(monkeypatch):
+    """Optuna's studies, in the order in which they are made."""
+    made, create = [], optuna.create_study
+    monkeypatch.setattr(optuna, "create_study", lambda **how: made.append(create(**how)) or made[-1])
+    return made
+
+
 @pytest.mark.parametrize("make", [OptunaTpeDesigner, OptunaGpDesigner])
-def test_failures_are_constraints_to_optuna(make, monkeypatch):
+def test_failures_are_constraints_to_optuna(make, studies):
     """A failed trial reaches the sampler as an infeasible one; an invalid one does not."""
-    studies, create = [], optuna.create_study
-    monkeypatch.setattr(optuna, "create_study", lambda **how: studies.append(create(**how)) or studies[-1])
     ran, crash = TrialOutcome.measured(rate=1.0), TrialOutcome.failed(FailureKind.CRASH)
     outcomes = iter([ran, crash, TrialOutcome.failed(FailureKind.INVALID), ran])
     run_trials(make(SMALL, RATE, seed=6), 4, lambda _: next(outcomes))
     told = [trial for trial in studies[-1].get_trials() if trial.state.name != "FAIL"]
     assert [trial.constraints.get("runs", -1.0) for trial in told] == [-1.0, 1.0, -1.0]
+
+
+def test_strangers_and_limits_reach_optuna(studies):
+    """A trial that was not asked for is told with its values and an ordered choice's rank, a limit under its text."""
+    designer = OptunaGpDesigner(SMALL, OBJECTIVE, seed=8)
+    designer.tell(measured(0, {"cpu": 3, "batch": 16}, rate_per_s=2.0, p99_ms=15.0))
+    (told,) = studies[-1].get_trials()
+    assert (told.params, told.values) == ({"cpu": 3, "batch": 2}, [-2.0])
+    assert told.constraints == {"p99_ms <= 30": -0.5}
 
 
 def test_failures_are_avoided_by_optuna():

@@ -169,6 +169,7 @@ def test_several_goals_confirm_the_ends_of_the_front_first():
     """The extremes, then the middle: the front is known in its whole width soonest."""
     cells = cells_of(measured(number, {"k": number}, x=float(number)) for number in range(1, 6))
     assert [cell.config["k"] for cell in ends_first(cells, "x")] == [1, 5, 3, 2, 4]
+    assert ends_first(cells[:2], "x") == cells[:2]
 
 
 def history(*outcomes):

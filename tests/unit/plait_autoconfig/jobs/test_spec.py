@@ -86,6 +86,7 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
         ({"objective": "min cost at rate 5", "offered": "capacity"}, "asks for a given rate, not for the capacity"),
         ({"reference": {"config": {"batch": 4}}}, "reference.config lacks replicas"),
         ({"target": {"live": {"guard": ["p99 <="]}}}, "the limit 'p99 <=' cannot be read"),
+        ({"target": {"live": True}}, "target.live"),
         ({"target": {**SERVICE, "app": "images"}}, "target.app: there is no such setting for a service of yours"),
         ({"target": {**SERVICE, "apply": ["x"]}}, "target: a service has either `command`"),
         ({"target": {"command": ["x"]}}, "target: `command` needs `ready`"),
