@@ -8,7 +8,7 @@ from scipy.stats import multivariate_normal
 
 from plait_autoconfig.objective import Objective, at_least, at_most, maximise
 from plait_autoconfig.surrogate import posterior
-from plait_autoconfig.surrogate.background import Background, no_background
+from plait_autoconfig.surrogate.background import Background, margin_background, no_background
 from plait_autoconfig.surrogate.pooling import PastSource, pool
 from plait_autoconfig.surrogate.posterior import (
     Posterior,
@@ -18,6 +18,7 @@ from plait_autoconfig.surrogate.posterior import (
     infer,
     log_evidence,
     matern_between,
+    probability_above,
 )
 from plait_autoconfig.surrogate.reading import margins
 from plait_autoconfig.values import FailureKind, TrialOutcome
@@ -69,6 +70,30 @@ def test_a_service_is_foreseen_by_its_features():
     for sign in (1.0, -1.0):
         pooled = pool(made, CELLS, np.array([sign]), np.random.default_rng(0))
         assert np.corrcoef(pooled.mean, sign * SURFACE)[0, 1] > 0.9
+
+
+def feasible_after(back: Background, *cells: int) -> np.ndarray:
+    """The chance of each cell to keep its limits, after these have failed."""
+    failed = TrialData(
+        index=np.array(cells, np.intp), values=-np.ones(len(cells)), repeats=np.ones(len(cells)), noise=0.05
+    )
+    return probability_above(infer(back, failed, np.random.default_rng(0)), 0.0)
+
+
+def test_levels_of_margins_carry_over():
+    """Absolute quantities keep their level: a cell that failed everywhere is expected to fail."""
+    values = np.where(CELLS[:, 0] > 0.7, -1.0, 1.0)
+    made = [PastSource(features=CELLS, values=values, context=np.zeros(0)) for _ in range(4)]
+    chance = feasible_after(pool(made, CELLS, np.zeros(0), np.random.default_rng(0), absolute=True))
+    assert chance[CELLS[:, 0] > 0.7].max() < 0.2
+    assert chance[CELLS[:, 0] < 0.7].min() > 0.8
+
+
+def test_four_in_five_cells_are_feasible_before_anything_is_known():
+    """The margin's background says so; one failure lowers its neighbours most."""
+    before, after = (feasible_after(margin_background(CELLS), *cells) for cells in ((), (29,)))
+    assert before == pytest.approx(0.8, abs=0.05)
+    assert after[29] < after[15] < after[0] < before[0]
 
 
 def test_attainment_is_judged_by_what_is_missing():
