@@ -106,11 +106,12 @@ def test_every_designer_runs_a_job_and_tries_nothing_twice(tmp_path, designer):
 
 def test_a_job_adds_its_trials_to_the_library_and_does_not_learn_from_itself(tmp_path):
     """All that compares, with its failures; resumed with more budget, only the new ones are added."""
-    path = str(tmp_path / "past.journal")
-    run_directly(tmp_path / "job", job(library=path, budget={"trials": 3}), fail={"batch=8": "refuse"})
-    (run,) = LibraryStore.open(path).runs()
-    state = run_directly(tmp_path / "job", job(library=path, budget={"trials": 5}), fail={"batch=8": "refuse"})
-    (more,) = LibraryStore.open(path).runs()
+    path, states, runs = str(tmp_path / "past.journal"), [], []
+    for trials in (3, 5):
+        spec = job(library=path, budget={"trials": trials}, confirm={"best": 0})
+        states.append(run_directly(tmp_path / "job", spec, fail={"batch=8": "refuse"}))
+        runs += LibraryStore.open(path).runs()
+    (run, more), state = runs, states[-1]
     assert (run.service, run.goals, run.versions) == ("fake", ("max goodput_per_cost",), {"fake": "1"})
     assert more.run_id == run.run_id
     assert len(more.trials) == sum(row.kind.compares for row in state.rows) > len(run.trials)
@@ -121,7 +122,8 @@ def test_a_library_of_another_space_is_told_and_not_used(tmp_path):
     """A job learns nothing from trials with values of another space, and says which, why and what is lost with them."""
     path = str(tmp_path / "past.journal")
     LibraryStore.open(path).add(run_of(measured(0, {"replicas": 9, "batch": 4}, goodput_per_cost=3.0)))
-    (warning,) = run_directly(tmp_path / "job", job(library=path)).warnings
+    spec = job(library=path, budget={"trials": 1}, confirm={"best": 0})
+    (warning,) = run_directly(tmp_path / "job", spec).warnings
     assert "picks (run-1): 0 of 1 trials can be used" in warning
     assert "replicas is 9, but must be a whole number from 1 to 4" in warning
     assert "the best of them had goodput_per_cost 3, and none is left" in warning

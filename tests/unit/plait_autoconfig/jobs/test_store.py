@@ -145,7 +145,8 @@ def test_the_study_opens_in_optunas_own_tools(tmp_path):
     """Values, parameters and constraints are those of the trials. Failures are failures; the checks of a rate, which
     have no value of the goal, are none."""
     folder = tmp_path / "job"
-    spec = job(limits=["p99_ms <= 90"], storage=f"sqlite:///{tmp_path}/trials.db", budget={"trials": 4})
+    few = {"budget": {"trials": 4}, "confirm": {"best": 1, "times": 1}}
+    spec = job(limits=["p99_ms <= 90"], storage=f"sqlite:///{tmp_path}/trials.db", **few)
     state = run_directly(folder, spec, fail={"batch=8": "refuse"})
     study, rows = optunas_own(tmp_path), [row for row in state.rows if row.kind.compares]
     assert len(rows) < len(state.rows)
