@@ -20,7 +20,6 @@ SPACE = Space((DEVICE, SHARE, CPU), ("cpu <= 2 or device == 'cpu'",))
 def test_all_cells_in_a_fixed_order():
     """Conditional knobs appear only where they have a meaning; the first knob varies slowest."""
     cells = SPACE.cells()
-    assert len(cells) == 4 + 2 * 3 * 2
     assert list(cells[0].items()) == [("device", "cpu"), ("cpu", 1)]
     assert list(cells[4].items()) == [("device", "small"), ("share", 0.1), ("cpu", 1)]
     assert [cell["share"] for cell in cells[4::2]] == [0.1, 0.2, 0.3] * 2

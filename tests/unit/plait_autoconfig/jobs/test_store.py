@@ -33,9 +33,9 @@ CELL = {"replicas": 2, "batch": 4}
 EARLIER = Path(__file__).parent / "earlier"
 
 
-def claim(store, *, worker="gone", config=CELL, kind=MeasurementKind.TRIAL, nonce="n"):
+def claim(store, *, kind=MeasurementKind.TRIAL, nonce="n"):
     """A claim of some worker."""
-    made = Claim(kind=kind, config=config, seed=3, worker=worker, nonce=nonce, at_s=time.time())
+    made = Claim(kind=kind, config=CELL, seed=3, worker="gone", nonce=nonce, at_s=time.time())
     return store.claim(made, seen=store.records())
 
 

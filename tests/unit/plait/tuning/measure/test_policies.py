@@ -29,14 +29,11 @@ def progress(
     )  # fmt: skip
 
 
-def load(
-    rate_per_s: float, served_per_s: float, *, seconds: float = 40.0, error_share: float = 0.0
-) -> Iterator[RunProgress]:
-    """A server that answers so many a second of those that were handed over, told four times a second."""
-    for tick in range(1, int(4 * seconds)):
-        now_s = tick / 4
-        done = int(min(rate_per_s, served_per_s) * now_s)
-        yield progress(now_s, int(rate_per_s * now_s), done, int(done * error_share))
+def load(served_per_s: float, *, error_share: float = 0.0) -> Iterator[RunProgress]:
+    """A server that answers so many a second of twenty that are handed over, told four times a second."""
+    for tick in range(1, 160):
+        done = int(min(20.0, served_per_s) * tick / 4)
+        yield progress(tick / 4, 5 * tick, done, int(done * error_share))
 
 
 def first_word(policy: EarlyStop | Guard, told: Iterator[RunProgress]) -> tuple[float, str] | None:
@@ -46,7 +43,7 @@ def first_word(policy: EarlyStop | Guard, told: Iterator[RunProgress]) -> tuple[
 
 def test_a_load_far_beyond_capacity_is_given_up_early() -> None:
     """Twice the capacity leaves a backlog that the rest of the run cannot answer."""
-    found = first_word(EarlyStop(NEEDS), load(20, 4))
+    found = first_word(EarlyStop(NEEDS), load(4))
     assert found[0] <= 20
     assert "wait" in found[1]
 
@@ -54,7 +51,7 @@ def test_a_load_far_beyond_capacity_is_given_up_early() -> None:
 @pytest.mark.parametrize("served_per_s", [19.5, 20, 100])
 def test_a_load_that_may_still_hold_runs_to_its_end(served_per_s: float) -> None:
     """At or just below the rate nobody can tell before the end."""
-    assert first_word(EarlyStop(NEEDS), load(20, served_per_s)) is None
+    assert first_word(EarlyStop(NEEDS), load(served_per_s)) is None
 
 
 def test_a_pause_of_a_slow_server_is_no_sign() -> None:
@@ -73,7 +70,7 @@ def test_nothing_is_given_up_before_an_answer_was_possible() -> None:
 
 def test_a_server_that_only_errs_is_given_up() -> None:
     """Quick errors leave no backlog, and are no service."""
-    found = first_word(EarlyStop(NEEDS), load(20, 20, error_share=0.8))
+    found = first_word(EarlyStop(NEEDS), load(20, error_share=0.8))
     assert "failed" in found[1]
 
 
