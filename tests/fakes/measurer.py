@@ -1,15 +1,14 @@
 """A measurer for tests and demonstrations: a simulated service that replies at once, fails on demand, and drifts.
 
-Its cost is the sum of all numeric knob values; its goodput grows with their product, up to `saturation_per_s`. A rate
-that is offered is held if the goodput of that measurement reaches it.
-Everything is a function of the configuration, the seed and the number of measurements so far.
+Its cost is the sum of all numeric knob values; its goodput grows with their product, up to 40 a second. A rate that is
+offered is held if the goodput of that measurement reaches it.
+Everything is a function of the configuration and the number of measurements so far.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import random
 import resource
 import signal
 import time
@@ -18,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.errors import JobRefused
-from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, MeasurementTask, Samples, Say, TuningSubject
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Samples, Say, TuningSubject
 from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, Value
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
 
 
-def service(config: Config, *, saturation_per_s: float = 40.0) -> dict[str, float]:
+def service(config: Config) -> dict[str, float]:
     """Return the simulated service's metrics without noise: goodput_per_s, p99_ms, cost_per_hour, goodput_per_cost."""
     numbers = [float(value) for value in config.values() if isinstance(value, int | float)]
     power = math.prod(max(number, 0.1) for number in numbers)
     cost = 0.1 * sum(numbers)
-    goodput = saturation_per_s * (1.0 - math.exp(-4.0 * power / saturation_per_s))
+    goodput = 40.0 * (1.0 - math.exp(-power / 10.0))
     return {
         "goodput_per_s": goodput,
         "p99_ms": 10.0 + 400.0 / (1.0 + power),
@@ -38,45 +37,23 @@ def service(config: Config, *, saturation_per_s: float = 40.0) -> dict[str, floa
     }
 
 
-def fake_measurer(
-    *,
-    folder: Path,
-    seconds: float = 0.0,
-    noise: float = 0.0,
-    drift: float = 0.0,
-    fail: Mapping[str, str] | None = None,
-    knobs: list[str] | None = None,
-) -> FakeMeasurer:
-    """Return a simulated measurer. `seconds`: per measurement. `noise`: relative, one standard deviation. `drift`: how
-    much slower the host gets with each measurement, relative. `fail`: maps `"knob=value"` to what happens then:
-    hang, memory, kill, raise, refuse, invalid. `knobs`: those that exist (any, if omitted)."""
-    return FakeMeasurer(folder, seconds=seconds, noise=noise, drift=drift, fail=dict(fail or {}), knobs=knobs)
-
-
-def cloned_measurer(*, folder: Path, live: bool = False, commands: bool = False) -> FakeMeasurer:
-    """Return the same with the arguments that `plait tune` gives to plait's own."""
-    assert commands
-    assert not live
-    return fake_measurer(folder=folder)
-
-
-def stuck_measurer(*, folder: Path) -> FakeMeasurer:
-    """Return one that cannot restore as long as a file `stuck` is in the folder."""
-    made = fake_measurer(folder=folder)
-    if (folder / "stuck").exists():
-        made.restore = _raise  # type: ignore[method-assign]
-    return made
-
-
 class FakeMeasurer:
-    """The measurer of `fake_measurer`. It appends a line to `measured.log` in the job's folder when a task begins and
-    when it ends without a failure, warm-ups excepted."""
+    """A simulated measurer. It appends a line to `measured.log` in the job's folder when a task begins and when it ends
+    without a failure."""
 
     def __init__(
-        self, folder: Path, *, seconds: float, noise: float, drift: float, fail: dict[str, str], knobs: list[str] | None
+        self,
+        *,
+        folder: Path,
+        seconds: float = 0.0,
+        drift: float = 0.0,
+        fail: Mapping[str, str] | None = None,
+        knobs: list[str] | None = None,
     ) -> None:
-        self._folder, self._seconds, self._noise, self._drift = folder, seconds, noise, drift
-        self._fail, self._knobs = fail, knobs
+        """`seconds`: per measurement. `drift`: how much slower the host gets with each measurement, relative. `fail`:
+        maps `"knob=value"` to what happens then: hang, memory, kill, raise, refuse, invalid. `knobs`: those that exist
+        (any, if omitted)."""
+        self._folder, self._seconds, self._drift, self._fail, self._knobs = folder, seconds, drift, fail or {}, knobs
 
     def check(self, spec: JobSpec) -> TuningSubject:
         """Check that the knobs of the job exist."""
@@ -89,28 +66,22 @@ class FakeMeasurer:
         )
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:
-        """Return the metrics of `service` with noise and drift, or the failure configured for the configuration."""
+        """Return the metrics of `service` with drift, or the failure configured for the configuration."""
         say("applying")
         self._note("begin", task)
-        for value in _settings(task.config):
-            if value in self._fail:
-                return self._failed(self._fail[value])
+        for setting in settings_of(task.config):
+            if setting in self._fail:
+                return self._failed(self._fail[setting])
         self._wait(say)
         slower = (1.0 + self._drift) ** self._count("end")
-        rng = random.Random(f"{task.seed} {task.number}")
-        metrics = {name: value * rng.gauss(1.0, self._noise) for name, value in service(task.config).items()}
+        metrics = service(task.config)
         for name in ("goodput_per_s", "goodput_per_cost"):
             metrics[name] /= slower
         metrics["p99_ms"] *= slower
         if task.rate_per_s:
             metrics[SLO_MET] = float(task.rate_per_s <= metrics["goodput_per_s"])
         self._note("end", task)
-        (task.folder / "load.json").write_text("{}", encoding="utf-8")
-        return Measured(
-            outcome=TrialOutcome(metrics=metrics),
-            samples=Samples(cpu_cores=1.0, memory_bytes=1 << 20),
-            artefacts=("load.json",),
-        )
+        return Measured(outcome=TrialOutcome(metrics=metrics), samples=Samples(cpu_cores=1.0, memory_bytes=1 << 20))
 
     def apply(self, config: Config) -> None:
         """Log that the configuration was applied."""
@@ -140,11 +111,10 @@ class FakeMeasurer:
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         }
         acts.get(how, _raise)()
-        return Measured(outcome=TrialOutcome.failed(FailureKind.CRASH, f"{how} did nothing"))
+        raise AssertionError(f"{how} did nothing")
 
     def _note(self, what: str, task: MeasurementTask) -> None:
-        if task.kind is not MeasurementKind.WARM_UP:
-            self._write(f"{what} {task.number} {task.kind} {sorted(task.config.items())}")
+        self._write(f"{what} {task.number} {task.kind} {sorted(task.config.items())}")
 
     def _write(self, line: str) -> None:
         with (self._folder / "measured.log").open("a", encoding="utf-8") as log:
@@ -155,11 +125,27 @@ class FakeMeasurer:
         return sum(line.startswith(what) for line in log.read_text(encoding="utf-8").splitlines())
 
 
-def _settings(config: Config) -> list[str]:
-    def said(name: str, value: Value) -> str:
-        return f"{name}={value}"
+fake_measurer = FakeMeasurer
 
-    return [said(name, value) for name, value in config.items()]
+
+def cloned_measurer(*, folder: Path, live: bool = False, commands: bool = False) -> FakeMeasurer:
+    """Return the same with the arguments that `plait tune` gives to plait's own."""
+    assert commands
+    assert not live
+    return FakeMeasurer(folder=folder)
+
+
+def stuck_measurer(*, folder: Path) -> FakeMeasurer:
+    """Return one that cannot restore as long as a file `stuck` is in the folder."""
+    made = FakeMeasurer(folder=folder)
+    if (folder / "stuck").exists():
+        made.restore = _raise
+    return made
+
+
+def settings_of(config: Config) -> list[str]:
+    """Return `knob=value` for each."""
+    return [f"{name}={value}" for name, value in config.items()]
 
 
 def _run_out_of_memory() -> None:

@@ -6,7 +6,6 @@ Run as ``python -m fakes.tuned_app PORT [--set path=value ...]`` it is a server 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,23 +21,18 @@ from plait_serving.diffusion.knobs import EngineKnobs
 
 COMPOSE = "fakes.tuned_app:compose"
 TARGET = {"app": "images", "settings": {"images.controlnets": {}, "recommend": None}}
-CRASHING_BATCH, REFUSED_BATCH = 13, 14
 STEP_S = 0.01
 
 _log = logging.getLogger("plait_serving.fake")
 
 
 class KnobbedHosted(FakeHosted):
-    """A step takes ``batch_wait_ms`` longer; a batch of 13 kills at the first request, one of 14 is refused."""
+    """A step takes ``batch_wait_ms`` longer."""
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Writes a line to the log."""
-        if knobs.largest_batch == REFUSED_BATCH:
-            raise ValueError("a batch of 14 is not to be had")
         super().reconfigure(knobs)
         self.service.step_s = STEP_S + knobs.batch_wait_ms / 1e3
-        if knobs.largest_batch == CRASHING_BATCH:
-            self.service.generate = lambda request: os._exit(1)  # type: ignore[method-assign]
         _log.info("knobs: threads=%s batch=%s wait=%s", knobs.threads, knobs.largest_batch, knobs.batch_wait_ms)
 
 

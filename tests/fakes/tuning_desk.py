@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ CONFIG = "images: {knobs: {threads: 1}}\n"
 class Thread:
     """A job that is worked on; see `plait.tuning.service.job_queue.RunningJob`."""
 
-    def __init__(self, folder: Path, arguments: Mapping[str, Any], dies: Callable[[], bool]) -> None:
-        self._folder, self._arguments, self._dies = folder, arguments, dies
-        self._stop, self._code = threading.Event(), 0
+    def __init__(self, folder: Path, arguments: Mapping[str, Any], *, dies: bool) -> None:
+        self._folder, self._arguments = folder, arguments
+        self._stop, self._code = threading.Event(), -9 if dies else 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -37,8 +37,7 @@ class Thread:
         self._stop.set()
 
     def _run(self) -> None:
-        if self._dies():
-            self._code = -9
+        if self._code:
             return
         store = JobStore.open(self._folder)
         runner = DirectRunner(fake_measurer(folder=self._folder, **self._arguments), store.spec)
@@ -64,7 +63,7 @@ class Threads:
     def start(self, folder: Path, *, live: bool) -> Thread:
         """See `RunsJobs.start`."""
         self.started.append((folder.name, live))
-        return Thread(folder, self.arguments, lambda: len(self.started) <= self.deaths)
+        return Thread(folder, self.arguments, dies=len(self.started) <= self.deaths)
 
 
 class LocalTuningService:
@@ -79,25 +78,13 @@ class LocalTuningService:
         self._count += 1
         return self.desk.submit(text, tenant, f"{self._count:04}")
 
-    async def jobs(self) -> list[dict[str, Any]]:
-        """See `TuningService`."""
-        return self.desk.jobs()
+    def __getattr__(self, name: str) -> Any:
+        """The rest is the desk's."""
 
-    async def job(self, job_id: str) -> dict[str, Any]:
-        """See `TuningService`."""
-        return self.desk.job(job_id)
+        async def answer(*arguments: Any) -> Any:
+            return getattr(self.desk, name)(*arguments)
 
-    async def cancel(self, job_id: str) -> dict[str, Any]:
-        """See `TuningService`."""
-        return self.desk.cancel(job_id)
-
-    async def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """See `TuningService`."""
-        return self.desk.since(job_id, known)
-
-    async def report(self, job_id: str) -> str:
-        """See `TuningService`."""
-        return self.desk.report(job_id)
+        return answer
 
 
 def desk_in(folder: Path, runner: Threads, *, live: bool = False) -> TuningJobQueue:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,9 @@ from plait_autoconfig.jobs.store import JobStore
 from support.tune_jobs import fake_source, job, run_directly
 from support.waiting import wait_for
 
-
-def measured_lines(folder: Path, what: str) -> Sequence[str]:
-    """The lines of the fake measurer's log that begin with a word, without it."""
-    lines = (folder / "measured.log").read_text(encoding="utf-8").splitlines()
-    return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ")]
-
-
 KILLS = 5
 TRIALS = 14
 _SECONDS = 0.03
-_PATIENCE_S = 60.0
 
 
 def large_job() -> JobSpec:
@@ -55,18 +47,19 @@ def forked(work: Callable[[], object]) -> int:
     return pid
 
 
-def count(folder: Path, what: str) -> int:
-    """Lines of the measurer's log."""
-    return len(measured_lines(folder, what)) if (folder / "measured.log").exists() else 0
+def measured_lines(folder: Path, what: str) -> list[str]:
+    """The lines of the fake measurer's log that begin with a word."""
+    log = folder / "measured.log"
+    return [line for line in log.read_text().splitlines() if line.startswith(what)] if log.exists() else []
 
 
 def killed_five_times(folder: Path) -> dict[str, Any]:
     """A job whose worker is killed at five random moments, each after some progress, and then runs to its end."""
     spec, rng, known = large_job(), random.Random(7), []
     for _ in range(KILLS):
-        before = count(folder, "end")
+        before = len(measured_lines(folder, "end"))
         pid = forked(lambda: run_directly(folder, spec, seconds=_SECONDS))
-        wait_for(lambda before=before: count(folder, "end") > before)
+        wait_for(lambda before=before: len(measured_lines(folder, "end")) > before)
         time.sleep(rng.uniform(0.0, 3.0 * _SECONDS))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
@@ -89,10 +82,10 @@ def orphaned(folder: Path) -> list[str]:
     spec = job(target={"live": {"guard": ["p99_ms <= 900"]}})
     store = JobStore.open_or_create(folder, spec)
     pid = forked(lambda: run_job(store, fake_source(fail={"batch=4": "hang"})))
-    wait_for(lambda: count(folder, "begin") > 0)
+    wait_for(lambda: measured_lines(folder, "begin"))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    wait_for(lambda: "close" in (folder / "measured.log").read_text())
+    wait_for(lambda: measured_lines(folder, "close"))
     return (folder / "measured.log").read_text().splitlines()
 
 
@@ -118,7 +111,7 @@ def assert_nothing_doubled(state):
 
 def assert_each_end_was_stored_once(shown):
     """Every finished measurement ended once, in one process."""
-    ends = [int(line.split()[0]) for line in shown["ends"]]
+    ends = [int(line.split()[1]) for line in shown["ends"]]
     finished = [row["number"] for row in shown["state"]["rows"] if row["status"] == "finished"]
     assert len(ends) == len(set(ends))
     assert set(finished) <= set(ends)

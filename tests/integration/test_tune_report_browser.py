@@ -2,65 +2,54 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-
 import pytest
 
 from plait_autoconfig.report.page import PageSource, report_page
+from support.browser import chromium, needs_browser
 from support.tune_jobs import job
 from support.tuned import played
 
-CHROMIUM = shutil.which("chromium")
 SOURCE = PageSource(command="plait tune run demo.yaml", made_by="plait")
-PROBE = """<script>
+SORT = """
   const heads = [...document.querySelectorAll("th button")];
   const column = heads.findIndex(button => button.textContent === "goodput per cost");
   heads[column].click(); heads[column].click();
-  const values = [...document.querySelectorAll("tbody tr")].filter(r => r.querySelector("td[data-sort]"))
-    .map(r => r.children[column].dataset.sort).join(" ");
-  document.body.dataset.sorted = values;
-  document.body.dataset.wide = document.documentElement.scrollWidth <= window.innerWidth;
-</script></body>"""
+  return [...document.querySelectorAll("tbody tr")].filter(row => row.querySelector("td[data-sort]"))
+    .map(row => Number(row.children[column].dataset.sort));"""
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
-]
+pytestmark = needs_browser
 
 
-def opened(tmp_path, html, width):
-    """The page's DOM after its scripts ran, and what the browser complained about."""
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("browser")) as window:
+        yield window()
+
+
+def opened(page, tmp_path, html, width=900):
+    """The report as a file on somebody's disk."""
     file = tmp_path / "report.html"
     file.write_text(html, encoding="utf-8")
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-        f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", "--dump-dom", file.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    page.shape(width=width).open(file.as_uri())
+    return page
 
 
 @pytest.mark.parametrize(("limit", "width"), [("p99_ms <= 60", 1200), ("p99_ms <= 5", 500)])
-def test_the_report_opens_and_sorts(tmp_path, limit, width):
+def test_the_report_opens_and_sorts(page, tmp_path, limit, width):
     """Of a feasible job on a desk and of an infeasible one on a phone: no complaint of the browser, nothing wider than
     the window, and a second click on a column's head sorts it from the largest down."""
-    html = report_page(played(job(limits=[limit], budget={"trials": 12})), SOURCE)
-    _, complaints = opened(tmp_path, html, width)
-    assert complaints == []
-    lenient = re.sub(r"<meta http-equiv=.*?>", "", html).replace("</body>", PROBE)
-    dom, complaints = opened(tmp_path, lenient, width)
-    assert complaints == []
-    values = [float(value) for value in re.search(r'data-sorted="([^"]*)"', dom)[1].split()]
+    opened(page, tmp_path, report_page(played(job(limits=[limit], budget={"trials": 12})), SOURCE), width)
+    values = page.run(SORT)
     assert values == sorted(values, reverse=True)
     assert len(values) > 12
-    assert 'data-wide="true"' in dom
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    assert page.complaints() == []
 
 
-def test_the_page_forbids_foreign_scripts(tmp_path):
+def test_the_page_forbids_foreign_scripts(page, tmp_path):
     """Its policy blocks a script that is not its own, as the browser says."""
     html = report_page(played(most=3), SOURCE)
-    _, complaints = opened(tmp_path, html.replace("</body>", "<script>alert(1)</script></body>"), 900)
-    assert len(complaints) == 1
-    assert "Content Security Policy" in complaints[0]
+    opened(page, tmp_path, html.replace("</body>", "<script>document.title = 'foreign'</script></body>"))
+    (complaint,) = page.complaints()
+    assert "Content Security Policy" in complaint
+    assert page.run("return document.title") != "foreign"

@@ -50,7 +50,7 @@ def naive_cells(some: tuple[Knob, ...], constraints: tuple[str, ...]) -> set[tup
     for values in itertools.product(*([knob.value_at(index) for index in range(knob.count or 0)] for knob in some)):
         config: dict[str, object] = {}
         for knob, value in zip(some, values, strict=True):
-            if is_active(knob, config):  # type: ignore[arg-type]
+            if is_active(knob, config):
                 config[knob.name] = value
         if all(TESTS[text](config) for text in constraints):
             found.add(tuple(config.get(knob.name) for knob in some))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
-from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, RunMeasurement, RunSearch, Wait, next_step
+from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, RunMeasurement, Wait, next_step
 from plait_autoconfig.jobs.records import Claim, Record
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import job
@@ -52,7 +52,6 @@ def played(draw, spec, workers):
         kind, config = (
             (step.kind, step.config) if isinstance(step, RunMeasurement) else (MeasurementKind.TRIAL, next(cells))
         )
-        assert isinstance(step, RunMeasurement | RunSearch)
         claim = Claim(kind=kind, config=config, seed=0, worker="w", nonce="n", at_s=0.0)
         records.append(Record(number=len(records), claim=claim))
     raise AssertionError("the job does not end")

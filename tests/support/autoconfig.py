@@ -33,4 +33,4 @@ def run_of(*trials: Trial, run_id: str = "run-1", **fields: object) -> LibraryRu
         "goals": ("max rate_per_s",),
         "started_at": "2026-11-01T08:00:00+00:00",
     }
-    return LibraryRun(run_id=run_id, trials=trials, **{**known, **fields})  # type: ignore[arg-type]
+    return LibraryRun(run_id=run_id, trials=trials, **{**known, **fields})

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from fakes.measurer import service
+from fakes.measurer import service, settings_of
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.plan import RunMeasurement, RunSearch, next_step
 from plait_autoconfig.jobs.promised_rate import SLO_MET
@@ -49,20 +48,15 @@ def played(
 
 
 def _outcome(config: Config, rng: random.Random, fail: Mapping[str, str], noise: float) -> TrialOutcome:
-    found = next((kind for setting, kind in fail.items() if setting in _settings(config)), None)
+    found = next((kind for setting, kind in fail.items() if setting in settings_of(config)), None)
     if found is not None:
         return FAILED[found]
     metrics = {name: value * rng.gauss(1.0, noise) for name, value in service(config).items()}
     return TrialOutcome(metrics={**metrics, "cost_per_hour": service(config)["cost_per_hour"], SLO_MET: 1.0})
 
 
-def _settings(config: Config) -> list[str]:
-    return [f"{name}={value}" for name, value in config.items()]
-
-
 def _record(number: int, kind: MeasurementKind, config: Config, outcome: TrialOutcome) -> Record:
     made = record(number, config, kind=kind, outcome=outcome, duration_s=20.0)
-    measured: Any = made.measured
     claim = replace(made.claim, at_s=1_790_000_000.0 + 25.0 * number)
     used = Samples(cpu_cores=1.5, memory_bytes=3 << 30)
-    return replace(made, claim=claim, measured=replace(measured, samples=used))
+    return replace(made, claim=claim, measured=replace(made.measured, samples=used))

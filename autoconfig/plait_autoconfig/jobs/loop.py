@@ -70,7 +70,6 @@ def run_job(
     stop: Callable[[], bool] = lambda: False,
     runner: Runner | None = None,
     now: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> JobState:
     """Work on a job until it is done, `stop` returns True, or it is cancelled; then return its state.
 
@@ -79,7 +78,7 @@ def run_job(
     `JobBusy`; the state is then "failed".
     """
     store.note(cancelled=False, failure="", done="")
-    worker = _JobWorker(store, on_event=on_event, stop=stop, now=now, sleep=sleep)
+    worker = _JobWorker(store, on_event=on_event, stop=stop, now=now)
     try:
         with ExitStack() as stack:
             worker.run(source, runner, stack)
@@ -110,10 +109,9 @@ class _JobWorker:
         on_event: Callable[[JobEvent], None],
         stop: Callable[[], bool],
         now: Callable[[], float],
-        sleep: Callable[[float], None],
     ) -> None:
         self._store, self._spec = store, store.spec
-        self._on_event, self._stop, self._now, self._sleep = on_event, stop, now, sleep
+        self._on_event, self._stop, self._now = on_event, stop, now
         self._name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._began_s = self._joined_s = now()
         self._used_before_s = 0.0
@@ -159,7 +157,7 @@ class _JobWorker:
             elif isinstance(step, Done | NoReference):
                 break
             elif step is not None:
-                self._sleep(_WAIT_S)
+                time.sleep(_WAIT_S)
         if isinstance(step, NoReference):
             raise NothingValid(step.why) if step.is_invalid else JobBroken(step.why)
         self._store.note(done=step.why)

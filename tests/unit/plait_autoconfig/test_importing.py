@@ -51,7 +51,6 @@ def test_rows_become_trials(tmp_path: Path):
         (CSV.replace("\n8,bf16,0.3", "\n\n8,bf16,fast"), MAP, "line 4: p99"),
         (CSV.replace("\n16", "\nNaN"), MAP, "line 4: NaN is no value of a knob"),
         (CSV.replace("\n16", "\n" + 400 * "9"), MAP, "line 4: 99999999999999999999 is no value of a knob"),
-        (CSV, "service: x\nknobs: {a: b}\n", "metrics: Field required"),
         (CSV, MAP + "sets: {dtyp: engine.dtype}\n", "units and sets: dtyp is no knob; they are max_num_seqs, dtype"),
         (CSV, MAP + "cake: 1\n", "cake: Extra inputs"),
         (CSV, MAP + "units: {dtype: 2026-99-99}\n", r"map.yaml: the map: month must be in 1..12"),

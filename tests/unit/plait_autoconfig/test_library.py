@@ -19,7 +19,8 @@ NOW = {"versions": {"plait": "0.1.3", "torch": "2.13.1"}, "hardware": LAB, "at":
 
 
 def test_rows_that_fit_are_used_and_others_say_why():
-    """Values outside, unknown and missing knobs, invalid trials and missing metrics are counted by reason."""
+    """Values outside, unknown and missing knobs, invalid trials and missing metrics are counted by reason. Constraints
+    and candidates say what is proposed, not what is learned from."""
     run = run_of(
         measured(0, {"batch": 2, "cpu": 1}, rate=1.0),
         measured(1, {"cpu": 9, "batch": 1}, rate=1.0),
@@ -30,7 +31,8 @@ def test_rows_that_fit_are_used_and_others_say_why():
         failed(6, {"cpu": 3, "batch": 1}),
         failed(7, {"cpu": 4, "batch": 1}, FailureKind.INVALID),
     )
-    usable = usable_for(run, GRID, RATE)
+    picky = Space(GRID.knobs, ("cpu > 3",), ({"cpu": 4, "batch": 1},))
+    usable = usable_for(run, picky, RATE)
     assert [trial.number for trial in usable.trials] == [0, 6]
     assert list(usable.trials[0].config) == ["cpu", "batch"]
     assert usable.unusable == {
@@ -52,18 +54,12 @@ def test_units_must_agree():
 
 
 def test_only_runs_with_a_measurement_teach():
-    """Runs whose usable trials all failed, or of another space, are left out; the latter say why."""
+    """Runs whose usable trials all failed, or of another space, are left out."""
     good = run_of(measured(0, {"cpu": 1, "batch": 1}, rate=1.0), failed(1, {"cpu": 9, "batch": 1}), run_id="good")
     broken = run_of(failed(0, {"cpu": 1, "batch": 1}), run_id="broken")
     other = run_of(measured(0, {"threads": 1}, rate=1.0), run_id="other", units={"threads": ""})
     used = usable_runs([good, broken, other], GRID, RATE)
     assert [(run.run_id, len(run.trials)) for run in used] == [("good", 1)]
-    said = str(usable_for(other, GRID, RATE))
-    assert (
-        said
-        == "picks (other): 0 of 1 trials can be used; 1 not: threads is no knob of this space; they are cpu, batch; "
-        "the best of them had rate 1, and none is left that kept the limits"
-    )
 
 
 @pytest.mark.parametrize(
@@ -71,11 +67,9 @@ def test_only_runs_with_a_measurement_teach():
     [
         ({}, 1.0),
         ({"versions": {"plait": "0.2.0", "torch": "2.13.0"}}, 0.5),
-        ({"versions": {"plait": "0.2.0", "torch": "3.0"}}, 0.25),
         ({"versions": {"vllm": "1.0"}}, 1.0),
         ({"hardware": replace(LAB, accelerator="A100")}, 0.5),
         ({"hardware": replace(LAB, cpus=2)}, 0.8**2),
-        ({"hardware": replace(LAB, cpus=12)}, 1.0),
         ({"hardware": Hardware()}, 1.0),
         ({"started_at": "2025-11-01T09:00:00+01:00"}, 0.5),
         ({"started_at": ""}, 1.0),

@@ -13,15 +13,21 @@ SHORT_S, LONG_S = 4.0, 16.0
 
 
 def searched(
-    capacity: float, first: float, *, expected: bool = True, needed: float = 0.0, whole: bool = False
-) -> list[Look]:
-    """The runs of a search on a server that answers so many a second and no more."""
+    capacity: float, first: float, *, expected: bool = True, needed: float = 0.0, whole: bool = False,
+    busy: frozenset[int] = frozenset(),
+) -> list[Look]:  # fmt: skip
+    """The runs of a search on a server that answers so many a second and no more; those of a busy host say nothing."""
+    looks: list[Look] = []
 
     def run(rate_per_s: float, duration_s: float) -> Look:
-        return Look(
-            rate_per_s=rate_per_s, duration_s=duration_s, held=rate_per_s <= capacity,
-            answered_per_s=min(rate_per_s, capacity), needed_per_s=needed,
+        valid = len(looks) not in busy
+        looks.append(
+            Look(
+                rate_per_s=rate_per_s, duration_s=duration_s, held=valid and rate_per_s <= capacity,
+                answered_per_s=min(rate_per_s, capacity) if valid else 1.0, needed_per_s=needed, valid=valid,
+            )
         )  # fmt: skip
+        return looks[-1]
 
     expected_per_s = first if expected else 0.0
     plan = LookPlan.of(first, expected_per_s=expected_per_s, short_s=SHORT_S, long_s=LONG_S, whole=whole)
@@ -55,27 +61,10 @@ def test_what_cannot_win_costs_a_few_short_looks(far: float) -> None:
     assert looks[best_look(looks)].held
 
 
-def busy_host(invalid: set[int]) -> list[Look]:
-    """The runs of a search on a server with a capacity of 100, of which these say nothing about it."""
-    looks: list[Look] = []
-
-    def run(rate_per_s: float, duration_s: float) -> Look:
-        valid = len(looks) not in invalid
-        looks.append(
-            Look(
-                rate_per_s=rate_per_s, duration_s=duration_s, held=valid and rate_per_s <= 100.0,
-                answered_per_s=min(rate_per_s, 100.0) if valid else 1.0, valid=valid,
-            )
-        )  # fmt: skip
-        return looks[-1]
-
-    return look_for_capacity(run, LookPlan.of(90.0, expected_per_s=90.0, short_s=SHORT_S, long_s=LONG_S))
-
-
 def test_a_busy_host_moves_nothing() -> None:
     """A run that says nothing about the server is made again; without those the search is what it is on an idle
     host."""
-    idle, busy = busy_host(set()), busy_host({0, 2, 3})
+    idle, busy = searched(100.0, 90.0), searched(100.0, 90.0, busy=frozenset({0, 2, 3}))
     assert [look for look in busy if look.valid] == idle
     assert busy[1].rate_per_s == busy[0].rate_per_s
     assert busy[best_look(busy)] == idle[best_look(idle)]
@@ -83,7 +72,7 @@ def test_a_busy_host_moves_nothing() -> None:
 
 def test_a_host_that_stays_busy_makes_the_whole_search_invalid() -> None:
     """What held before may be far from the capacity."""
-    looks = busy_host({1, 2, 3})
+    looks = searched(100.0, 90.0, busy=frozenset({1, 2, 3}))
     assert [look.valid for look in looks] == [True, False, False, False]
     assert len({look.rate_per_s for look in looks[1:]}) == 1
     assert not looks[best_look(looks)].valid
@@ -103,7 +92,6 @@ def test_a_longer_run_outweighs_shorter_ones() -> None:
     missed = Look(rate_per_s=10.0, duration_s=LONG_S, held=False, answered_per_s=9.0)
     assert next_look(plan, [lucky, above]) == (10.0, LONG_S)
     wanted = next_look(plan, [lucky, above, missed])
-    assert wanted is not None
     assert wanted[0] < 10.0
     unlucky = Look(rate_per_s=9.5, duration_s=SHORT_S, held=False, answered_per_s=9.0)
     held = Look(rate_per_s=10.0, duration_s=LONG_S, held=True, answered_per_s=10.0)

@@ -24,13 +24,12 @@ from plait_serving.ranking.config import RankModelSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobPlace:
-    """One knob: the path of its value in plait.yaml, its current value, and its meaning. `active`: its deployment runs
-    in this configuration."""
+    """One knob: the path of its value in plait.yaml, and its current value. `active`: its deployment runs in this
+    configuration."""
 
     name: str
     path: KeyPath
     value: Any
-    about: str = ""
     active: bool = True
 
 
@@ -129,9 +128,7 @@ def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
 
 def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[KnobPlace]:
     own = ("recommend", "models", name)
-    yield KnobPlace(
-        name=f"{name}.mode", path=(*own, "mode"), value=section.mode, about="split, or whole in one process"
-    )
+    yield KnobPlace(name=f"{name}.mode", path=(*own, "mode"), value=section.mode)
     for role in ("cn", "hn", "whole"):
         part = getattr(section, role)
         deployment, active = worker_name(name, role), role in section.parts
@@ -141,15 +138,8 @@ def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[KnobPlac
 
 
 def _fields(deployment: str, path: KeyPath, knobs: BaseModel, *, active: bool = True) -> Iterator[KnobPlace]:
-    dumped = knobs.model_dump(mode="json")
-    for name, field in type(knobs).model_fields.items():
-        yield KnobPlace(
-            name=f"{deployment}.{name}",
-            path=(*path, name),
-            value=dumped[name],
-            about=field.description or "",
-            active=active,
-        )
+    for name, value in knobs.model_dump(mode="json").items():
+        yield KnobPlace(name=f"{deployment}.{name}", path=(*path, name), value=value, active=active)
 
 
 def _may_run(deployment: str, names: Iterable[str]) -> bool:

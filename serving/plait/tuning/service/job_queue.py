@@ -83,7 +83,7 @@ _TICKET = TypeAdapter(_JobRecord)
 
 
 class TuningJobQueue:
-    """The job queue. All methods but `work` and `work_once` return at once and may be called from several threads."""
+    """The job queue. All methods but `work_once` return at once and may be called from several threads."""
 
     def __init__(self, settings: JobQueueSettings, runner: JobLauncher) -> None:
         self._settings, self._runner = settings, runner
@@ -159,12 +159,6 @@ class TuningJobQueue:
 
     # ---- work --------------------------------------------------------------------------------------------------------
 
-    def work(self, stop: Callable[[], bool]) -> None:
-        """Run one job after the other until `stop` returns true."""
-        while not stop():
-            if not self.work_once(stop):
-                time.sleep(_POLL_S)
-
     def work_once(self, stop: Callable[[], bool]) -> bool:
         """Run the oldest open job until it is over; return False if there is none."""
         with self._lock:
@@ -184,11 +178,6 @@ class TuningJobQueue:
             with self._lock:
                 self._running = None
         return True
-
-    @property
-    def idle(self) -> bool:
-        """Whether no job is left to run."""
-        return not self._open_tickets()
 
     def _work_on(self, ticket: _JobRecord, stop: Callable[[], bool]) -> None:
         folder, store = self._settings.folder / ticket.id, self._store(ticket.id)

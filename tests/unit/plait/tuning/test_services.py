@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,8 +22,7 @@ from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget, TuningTarget
-from plait_autoconfig.jobs.store import JobStore
-from support.tune_jobs import job_text, run_directly
+from support.tune_jobs import job_text
 
 SERVICES = local_run.EXAMPLES / "services"
 
@@ -32,43 +30,41 @@ SERVICES = local_run.EXAMPLES / "services"
 def example(name: str) -> tuple[JobSpec, ServiceTarget]:
     """A job on a service that plait's tests do not have, with its loads checked."""
     spec = parse_job((SERVICES / f"{name}.yaml").read_text(), folder=SERVICES)
-    assert isinstance(spec.target, ServiceTarget)
     assert scenarios_of(spec)
     check_metrics(spec, METRICS)
     return spec, spec.target
 
 
-def vllm_flags() -> argparse.ArgumentParser:
-    """vLLM's names and types for what the example varies."""
+def their_flags() -> argparse.ArgumentParser:
+    """vLLM's and Triton's names and types for what the examples vary."""
     parser = argparse.ArgumentParser()
-    for name in ("tensor-parallel-size", "max-num-seqs", "max-num-batched-tokens"):
+    for name in (
+        "tensor-parallel-size", "max-num-seqs", "max-num-batched-tokens",
+        "http-thread-count", "buffer-manager-thread-count", "pinned-memory-pool-byte-size",
+    ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float)
     for name in ("enable-prefix-caching", "enable-chunked-prefill"):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction)
-    return parser
-
-
-def triton_flags() -> argparse.ArgumentParser:
-    """Triton's names and types for what the example varies."""
-    parser = argparse.ArgumentParser()
-    for name in ("http-thread-count", "buffer-manager-thread-count", "pinned-memory-pool-byte-size"):
-        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--rate-limit", choices=["off", "execution_count"])
     return parser
 
 
-@pytest.mark.parametrize(("name", "flags"), [("vllm", vllm_flags()), ("triton", triton_flags())])
-def test_flags_are_what_the_servers_own_parser_reads(name: str, flags: argparse.ArgumentParser) -> None:
-    """Every configuration of the example, value for value; a flag that does not count is not given."""
+@pytest.mark.parametrize("name", ["vllm", "triton"])
+def test_flags_are_what_the_servers_own_parser_reads(name: str) -> None:
+    """Every configuration of the example, value for value; a flag that does not count is not given. Other forms are
+    there for whoever has a use for them, but for a file that the job does not have."""
     spec, target = example(name)
     for cell in spec.space.cells():
         settings = spec.settings(cell)
-        read = vars(flags.parse_args(shlex.split(exported(target, settings, "argv"))))
+        read = vars(their_flags().parse_args(shlex.split(exported(target, settings, "argv"))))
         assert {key.replace("_", "-"): value for key, value in read.items() if value is not None} == settings
     without = [cell for cell in spec.space.cells() if len(cell) < len(spec.knobs)]
     assert all(not cell["chunked_prefill"] for cell in without)
     assert bool(without) == (name == "vllm")
+    assert exported(target, {"A": True}, "env") == "A=true\n"
+    with pytest.raises(PlaitError, match=r"--as serve: the job has no target\.file"):
+        exported(target, {"A": True}, "serve")
 
 
 def test_a_serve_yaml_has_the_values_and_keeps_its_comments() -> None:
@@ -81,7 +77,7 @@ def test_a_serve_yaml_has_the_values_and_keeps_its_comments() -> None:
     assert (deployment.num_replicas, deployment.max_ongoing_requests) == (3, 16)
     assert deployment.user_config == {"batch": 32}
     assert deployment.ray_actor_options.num_cpus == 2.0
-    assert spec.reserved_by["cores"].value(config) == 6.0  # type: ignore[union-attr]
+    assert spec.reserved_by["cores"].value(config) == 6.0
 
 
 def test_values_take_the_form_of_arguments_variables_and_files(tmp_path: Path) -> None:
@@ -120,9 +116,7 @@ def test_a_file_that_a_knob_does_not_fit_is_named(tmp_path: Path, suffix: str, t
         as_file(path, {name: 1})
 
 
-def test_an_answer_for_plait_is_a_plait_yaml_a_serve_yaml_and_arguments(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_for_plait_is_a_plait_yaml_a_serve_yaml_and_arguments(tmp_path, capsys):
     """Each of them says the same, and what plait does not read is refused."""
     path = tmp_path / "plait.yaml"
     path.write_text("images: null\nrecommend:  # mine\n  models: {shop: {folder: /shop}}\n")
@@ -142,12 +136,18 @@ def test_an_answer_for_plait_is_a_plait_yaml_a_serve_yaml_and_arguments(
         exported(target, settings, "env")
 
 
+def measurer(folder: Path, **may: bool) -> PlaitMeasurer:
+    """What measures; nothing of plait's runs."""
+    return PlaitMeasurer(folder=folder, root=folder, compose=lambda _: (), may_be_live=True, **may)
+
+
 def test_only_the_command_lines_own_jobs_run_commands(tmp_path: Path) -> None:
     """Whoever makes the measurer for a job of others does not allow it, and nothing is looked at."""
-    spec, _ = example("vllm")
-    measurer = PlaitMeasurer(folder=tmp_path, root=tmp_path, compose=lambda _: (), may_be_live=True)
     with pytest.raises(JobRefused, match="commands are run for the jobs of `plait tune run` only"):
-        measurer.check(spec)
+        measurer(tmp_path).check(example("vllm")[0])
+
+
+KNOB = {"kind": "int", "low": 1, "high": 2}
 
 
 @pytest.mark.parametrize(
@@ -156,66 +156,17 @@ def test_only_the_command_lines_own_jobs_run_commands(tmp_path: Path) -> None:
         ({"command": ["no-such-program"]}, {}, "target.command: there is no program 'no-such-program'"),
         ({}, {"limits": ["quality_drift <= 1"]}, "there is no metric quality_drift"),
         ({"knobs": "file", "file": "none.yaml", "command": ["true", "{file}"]}, {}, "No such file"),
-        ({"knobs": "env"}, {"knobs": {"a-b": {"kind": "int", "low": 1, "high": 2}}}, "a-b: no variable"),
-        (
-            {"knobs": "env"},
-            {
-                "knobs": {
-                    "a": {"kind": "int", "low": 1, "high": 2},
-                    "b-c": {"kind": "float", "low": 1.0, "high": 2.0, "when": {"a": [2]}},
-                }
-            },
-            "b-c: no variable",
-        ),
+        ({"knobs": "env"}, {"knobs": {"a": KNOB, "b-c": {**KNOB, "when": {"a": [2]}}}}, "b-c: no variable"),
         (
             {"command": [], "apply": ["true"], "url": "http://x"},
             {"limits": ["memory_gib <= 4"]},
-            "there is no metric memory_gib",
+            "no metric memory_gib",
         ),
     ],
 )
-def test_what_can_not_be_measured_is_refused_before_it_is_started(
-    tmp_path: Path, target: dict[str, Any], changes: dict[str, Any], said: str
-) -> None:
-    """In a sentence, with the field."""
-    knobs = changes.get("knobs", {"n": {"kind": "int", "low": 1, "high": 2}})
-    job = job_text(
-        constraints=[], knobs=knobs, reference={"config": dict.fromkeys(knobs, 1)}, offered="given",
-        target={"command": ["true"], "ready": "http://127.0.0.1:{port}/", "reserves": {"cores": 1}, **target},
-        **{name: value for name, value in changes.items() if name != "knobs"},
-    )  # fmt: skip
-    measurer = PlaitMeasurer(
-        folder=tmp_path, root=tmp_path, compose=lambda _: (), may_be_live=False, may_run_commands=True
-    )
+def test_what_can_not_be_measured_is_refused_before_it_is_started(tmp_path, target, changes, said):
+    """In a sentence, with the field; also what is wrong with a knob that does not count in the reference."""
+    service = {"command": ["true"], "ready": "http://127.0.0.1:{port}/", "reserves": {"cores": 1}, **target}
+    job = {"constraints": [], "knobs": {"a": KNOB}, "reference": {"config": {"a": 1}}, "offered": "given", **changes}
     with pytest.raises(JobRefused, match=said):
-        measurer.check(parse_job(job, folder=tmp_path))
-
-
-def test_a_measurer_of_ones_own_is_named_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It gets the job's folder and nothing of plait's."""
-    monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
-    (tmp_path / "job.yaml").write_text(job_text(budget={"trials": 1}, confirm={"best": 0}))
-    words = [str(tmp_path / "job.yaml"), "--out", str(tmp_path / "out"), "--measurer", "fakes.measurer:fake_measurer"]
-    assert root.main(["tune", "run", *words]) == 0
-    assert capsys.readouterr().out
-    assert (tmp_path / "out" / "measured.log").read_text().count("begin") == 2
-
-
-def test_the_command_prints_the_answer_in_the_form_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Data on stdout, the sentence on stderr."""
-    knobs = {"workers": {"kind": "choice", "values": [1, 2], "ordered": True, "sets": "WORKERS"}}
-    target = {"command": ["true"], "ready": "http://127.0.0.1:1/", "knobs": "env", "reserves": {"cores": "workers"}}
-    text = job_text(
-        target=target, knobs=knobs, constraints=[], reference={"config": {"workers": 1}}, budget={"trials": 1}
-    )
-    run_directly(tmp_path, parse_job(text, folder=tmp_path))
-    assert JobStore.open(tmp_path).spec.target.app == "service"
-    assert root.main(["tune", "best", str(tmp_path), "--as", "env"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out in ("WORKERS=1\n", "WORKERS=2\n")
-    assert root.main(["tune", "best", str(tmp_path), "--as", "serve"]) == 1
-    assert "no target.file" in capsys.readouterr().err
+        measurer(tmp_path, may_run_commands=True).check(parse_job(job_text(**job, target=service), folder=tmp_path))

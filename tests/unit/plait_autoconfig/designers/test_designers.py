@@ -6,27 +6,16 @@ import numpy as np
 import optuna
 import pytest
 
-from plait_autoconfig.designers import DESIGNERS, make_designer, maker_of
 from plait_autoconfig.designers.optuna_samplers import OptunaGpDesigner, OptunaTpeDesigner
 from plait_autoconfig.designers.uninformed import RandomDesigner, SobolDesigner
-from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, TrialOutcome
 from suites.designers import OBJECTIVE, SMALL, run_trials
-from support.autoconfig import GRID, failed, measured
+from support.autoconfig import GRID, measured
 
 RATE = Objective((maximise("rate"),))
-LINE = Space((IntKnob(name="n", low=0, high=9),))
-
-
-def test_every_name_makes_its_designer():
-    """The registry knows each designer by the name that it gives itself; a wrong name gets a hint."""
-    for name in DESIGNERS:
-        assert make_designer(name, SMALL, OBJECTIVE, seed=1).name == name
-    with pytest.raises(DesignerError, match=r"no designer .optuna-tp.; did you mean optuna-tpe\?"):
-        maker_of("optuna-tp")
 
 
 @pytest.mark.parametrize("make", [RandomDesigner, SobolDesigner, OptunaTpeDesigner])
@@ -51,53 +40,43 @@ def test_sobol_spreads_at_once():
         assert {cell["n"] // 16 for cell in cells} == {0, 1, 2, 3}
 
 
-class TestOptuna:
-    """What the samplers behind the designers are told."""
+@pytest.fixture
+def studies(monkeypatch):
+    """Optuna's studies, in the order in which they are made."""
+    made, create = [], optuna.create_study
+    monkeypatch.setattr(optuna, "create_study", lambda **how: made.append(create(**how)) or made[-1])
+    return made
 
-    @pytest.fixture
-    def trials(self, monkeypatch):
-        """Returns the trials of the last study that was made."""
-        studies, create = [], optuna.create_study
-        monkeypatch.setattr(optuna, "create_study", lambda **how: studies.append(create(**how)) or studies[-1])
-        return lambda: studies[-1].get_trials()
 
-    @pytest.mark.parametrize("make", [OptunaTpeDesigner, OptunaGpDesigner])
-    def test_failures_are_constraints(self, make, trials):
-        """A failed trial reaches the sampler as an infeasible one; an invalid one does not."""
-        designer = make(SMALL, Objective((maximise("rate_per_s"),)), seed=6)
-        ran, crash = TrialOutcome.measured(rate_per_s=1.0), TrialOutcome.failed(FailureKind.CRASH)
-        outcomes = iter([ran, crash, TrialOutcome.failed(FailureKind.INVALID), ran])
-        run_trials(designer, 4, lambda _: next(outcomes))
-        told = [trial for trial in trials() if trial.state.name != "FAIL"]
-        assert len(told) == 3
-        assert [trial.constraints.get("runs", -1.0) for trial in told] == [-1.0, 1.0, -1.0]
+@pytest.mark.parametrize("make", [OptunaTpeDesigner, OptunaGpDesigner])
+def test_failures_are_constraints_to_optuna(make, studies):
+    """A failed trial reaches the sampler as an infeasible one; an invalid one does not."""
+    ran, crash = TrialOutcome.measured(rate=1.0), TrialOutcome.failed(FailureKind.CRASH)
+    outcomes = iter([ran, crash, TrialOutcome.failed(FailureKind.INVALID), ran])
+    run_trials(make(SMALL, RATE, seed=6), 4, lambda _: next(outcomes))
+    told = [trial for trial in studies[-1].get_trials() if trial.state.name != "FAIL"]
+    assert [trial.constraints.get("runs", -1.0) for trial in told] == [-1.0, 1.0, -1.0]
 
-    def test_failures_are_avoided(self):
-        """TPE leaves a region that fails, though the best cells lie at its edge.
 
-        Half of the cells fail. Of the last 60 trials here 22 do; told as FAIL, which Optuna ignores, it were 41.
-        """
-        space = Space((IntKnob(name="n", low=0, high=19), IntKnob(name="m", low=0, high=9)))
+def test_strangers_and_limits_reach_optuna(studies):
+    """A trial that was not asked for is told with its values and an ordered choice's rank, a limit under its text."""
+    designer = OptunaGpDesigner(SMALL, OBJECTIVE, seed=8)
+    designer.tell(measured(0, {"cpu": 3, "batch": 16}, rate_per_s=2.0, p99_ms=15.0))
+    (told,) = studies[-1].get_trials()
+    assert (told.params, told.values) == ({"cpu": 3, "batch": 2}, [-2.0])
+    assert told.constraints == {"p99_ms <= 30": -0.5}
 
-        def measure(config: Config) -> TrialOutcome:
-            n = int(config["n"])
-            return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY) if n >= 10 else TrialOutcome.measured(rate=10.0 + n)
 
-        late = [run_trials(OptunaTpeDesigner(space, RATE, seed=seed), 24, measure)[14:] for seed in range(6)]
-        assert sum(int(config["n"]) >= 10 for configs in late for config in configs) <= 30
+def test_failures_are_avoided_by_optuna():
+    """TPE leaves a region that fails, though the best cells lie at its edge.
 
-    def test_limits_are_constraints(self, trials):
-        """Each limit reaches the sampler under its text, with its sign."""
-        designer = OptunaTpeDesigner(SMALL, OBJECTIVE, seed=7)
-        config = {"cpu": 4, "batch": 4}
-        run_trials(designer, 1)
-        designer.tell(measured(1, config, rate_per_s=1.0, p99_ms=15.0))
-        assert trials()[-1].constraints == {"p99_ms <= 30": -0.5}
+    Half of the cells fail. Of the last 60 trials here 22 do; told as FAIL, which Optuna ignores, it were 41.
+    """
+    space = Space((IntKnob(name="n", low=0, high=19), IntKnob(name="m", low=0, high=9)))
 
-    def test_strangers_reach_the_sampler(self, trials):
-        """A trial that was not asked for is in the study with its own values; an ordered choice with its rank."""
-        designer = OptunaGpDesigner(SMALL, OBJECTIVE, seed=8)
-        designer.tell(measured(0, {"cpu": 3, "batch": 16}, rate_per_s=2.0, p99_ms=15.0))
-        designer.tell(failed(1, {"cpu": 2, "batch": 16}))
-        told = [(trial.params, trial.values) for trial in trials()]
-        assert told == [({"cpu": 3, "batch": 2}, [-2.0]), ({"cpu": 2, "batch": 2}, [-2.0])]
+    def measure(config: Config) -> TrialOutcome:
+        n = int(config["n"])
+        return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY) if n >= 10 else TrialOutcome.measured(rate=10.0 + n)
+
+    late = [run_trials(OptunaTpeDesigner(space, RATE, seed=seed), 24, measure)[14:] for seed in range(6)]
+    assert sum(int(config["n"]) >= 10 for configs in late for config in configs) <= 30

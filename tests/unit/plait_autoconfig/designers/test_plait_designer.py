@@ -27,24 +27,18 @@ OBJECTIVE = max_goodput_per_cost()
 Serve = Callable[[Config], TrialOutcome]
 
 
-def goodput(config: Config, *, peak: float = 4.0, device: str = "b") -> float:
-    """Best at about ``peak`` threads on one device with large batches."""
-    batch, threads = float(config["batch"]), float(config["threads"])
-    return float(batch**0.4 * np.exp(-(((threads - peak) / 2.0) ** 2)) * (2.0 if config["device"] == device else 1.0))
+def serving(*, peak: float = 4.0, device: str = "b", most: float = np.inf, factor: float = 1.0) -> Serve:
+    """A service that is best at about ``peak`` threads on one device with large batches, and runs out of memory where
+    batch times threads is more than ``most``."""
 
+    def serve(config: Config) -> TrialOutcome:
+        batch, threads = float(config["batch"]), float(config["threads"])
+        if batch * threads > most:
+            return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY)
+        good = batch**0.4 * np.exp(-(((threads - peak) / 2.0) ** 2)) * (2.0 if config["device"] == device else 1.0)
+        return TrialOutcome.measured(goodput_per_cost=factor * float(good))
 
-def serving(**options: float | str) -> Serve:
-    """A service that never fails."""
-    return lambda config: TrialOutcome.measured(goodput_per_cost=goodput(config, **options))  # type: ignore[arg-type]
-
-
-def fails_beyond(most: float) -> Serve:
-    """A service that runs out of memory where batch times threads is more than this."""
-    return lambda config: (
-        TrialOutcome.failed(FailureKind.OUT_OF_MEMORY)
-        if float(config["batch"]) * float(config["threads"]) > most
-        else serving()(config)
-    )
+    return serve
 
 
 def run_of(serve: Serve, name: str) -> LibraryRun:
@@ -100,14 +94,14 @@ def test_a_misleading_library_costs_little():
 
 def test_failures_teach_where_not_to_go():
     """Relatives ran out of memory at large batches on many threads: the new service is hardly sent there."""
-    relatives = [run_of(fails_beyond(most), f"{most}") for most in (16.0, 20.0, 24.0)]
-    failed = [trial for trial in search(plait(relatives), fails_beyond(20.0), 15) if trial.outcome.failure]
+    relatives = [run_of(serving(most=most), f"{most}") for most in (16.0, 20.0, 24.0)]
+    failed = [trial for trial in search(plait(relatives), serving(most=20.0), 15) if trial.outcome.failure]
     assert len(failed) <= 2
 
 
 def test_failures_are_learned_without_a_library_too():
     """Later trials fail no more often than the space does (a quarter of it), though the best lies beside what fails."""
-    late = [trial for seed in range(3) for trial in search(plait(seed=seed), fails_beyond(20.0), 16)[8:]]
+    late = [trial for seed in range(3) for trial in search(plait(seed=seed), serving(most=20.0), 16)[8:]]
     assert sum(trial.outcome.failure is not None for trial in late) <= len(late) / 4
 
 
@@ -116,13 +110,12 @@ def test_broken_limits_are_avoided_like_failures():
     objective = Objective((maximise("goodput_per_cost"),), (at_most("p99_ms", 30.0),))
 
     def serve(config: Config) -> TrialOutcome:
-        return TrialOutcome.measured(goodput_per_cost=goodput(config, peak=6.0), p99_ms=10.0 * float(config["threads"]))
+        return TrialOutcome.measured(**serving(peak=6.0)(config).metrics, p99_ms=10.0 * float(config["threads"]))
 
     designer = PlaitDesigner(SPACE, objective, seed=1)
     trials = search(designer, serve, 16)
     assert sum(not objective.feasible(trial.outcome) for trial in trials[8:]) <= 3
     best = objective.best(trials)
-    assert best is not None
     assert best.config["threads"] == 3
 
 
@@ -144,7 +137,6 @@ def test_an_optimum_that_touches_a_limit_is_found():
 
     for seed in range(5):
         best = objective.best(search(PlaitDesigner(space, objective, seed=seed), serve, 16))
-        assert best is not None
         assert best.outcome.metrics == {"users_per_price": 16.0, "p99_ms": 50.0}, seed
 
 
@@ -164,14 +156,6 @@ def test_expected_regret_falls_as_the_search_goes_on():
     for number, cell in enumerate(SPACE.cells()):
         designer.tell(Trial(number=number, config=cell, outcome=serving()(cell)))
     assert designer.expected_regret() < min(early, 0.05)
-
-
-def test_proposals_under_way_are_not_proposed_again():
-    """Asked four times before the first answer, it names four cells that differ."""
-    designer = plait(RELATIVES)
-    search(designer, serving(), 2)
-    asked = [tuple(sorted(designer.ask().items())) for _ in range(4)]
-    assert len(set(asked)) == 4
 
 
 def frugal(config: Config) -> TrialOutcome:
@@ -195,7 +179,6 @@ def test_a_known_cost_need_not_be_searched_for():
         default: Config = {"batch": 8, "threads": 6, "device": "a"}
         designer.tell(Trial(number=0, config=default, outcome=frugal(default)))
         best = objective.best(search(designer, frugal, 4))
-        assert best is not None
         assert best.config["threads"] == 1
 
 
@@ -224,12 +207,8 @@ def test_costs_of_a_library_run_that_measured_none_are_no_obstacle():
 
 def test_the_level_of_a_service_is_no_feature_of_its_cells():
     """The same service in other units is searched in the same way."""
-
-    def scaled(factor: float) -> Serve:
-        return lambda config: TrialOutcome.measured(goodput_per_cost=factor * goodput(config))
-
     for library in ((), RELATIVES):
-        searches = [[trial.config for trial in search(plait(library), scaled(by), 10)] for by in (1.0, 1e6)]
+        searches = [[trial.config for trial in search(plait(library), serving(factor=by), 10)] for by in (1.0, 1e6)]
         assert searches[0] == searches[1]
 
 
@@ -237,15 +216,13 @@ def test_several_goals_find_the_ends_of_the_front():
     """Goodput and cost at once: the search sees cheap configurations and fast ones."""
 
     def serve(config: Config) -> TrialOutcome:
-        return TrialOutcome.measured(
-            goodput_per_s=10 * goodput(config, peak=6.0), cost_per_hour=float(config["threads"])
-        )
+        return TrialOutcome.measured(**serving(peak=6.0)(config).metrics, cost_per_hour=float(config["threads"]))
 
-    objective = Objective((maximise("goodput_per_s"), minimise("cost_per_hour")))
+    objective = Objective((maximise("goodput_per_cost"), minimise("cost_per_hour")))
     designer = PlaitDesigner(SPACE, objective, seed=2)
     trials = search(designer, serve, 16)
     threads = {cell.config["threads"] for cell in objective.front(trials)}
-    assert {1, 6} <= threads | {2, 5}
+    assert {1, 6} <= threads
     assert len(threads) >= 3
 
 

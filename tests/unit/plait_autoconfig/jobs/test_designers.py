@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from plait_autoconfig.errors import Exhausted, JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.past_runs import past_runs
 from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.rows import starter_runs
 from plait_autoconfig.store import LibraryStore
-from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
+from plait_autoconfig.values import FailureKind
+from support.autoconfig import measured, run_of
 from support.tune_jobs import job, record, run_directly
 
 SMALL = {
@@ -32,8 +32,6 @@ class Scripted:
         self.left, self.told, self.dropped, self.regret = [1, 2, 3, 4], [], [], regret
 
     def ask(self):
-        if not self.left:
-            raise Exhausted("all were proposed")
         return {"replicas": self.left.pop(0)}
 
     def tell(self, trial):
@@ -79,8 +77,7 @@ def test_what_was_lost_goes_back_to_the_designer():
     designer = Scripted()
     proposals = Proposals(designer, job(**SMALL))
     proposals.next([])
-    lost = record(0, {"replicas": 1}, running=True)
-    proposals.follow([type(lost)(number=0, claim=lost.claim, lost="gone")])
+    proposals.follow([replace(trial(0, 1, running=True), lost="gone")])
     assert designer.dropped == [1]
 
 
@@ -109,64 +106,25 @@ def test_every_designer_runs_a_job_and_tries_nothing_twice(tmp_path, designer):
 
 def test_a_job_adds_its_trials_to_the_library_and_does_not_learn_from_itself(tmp_path):
     """All that compares, with its failures; resumed with more budget, only the new ones are added."""
-    path = str(tmp_path / "past.journal")
-    run_directly(tmp_path / "job", job(library=path, budget={"trials": 3}), fail={"batch=8": "refuse"})
-    (run,) = LibraryStore.open(path).runs()
-    state = run_directly(tmp_path / "job", job(library=path, budget={"trials": 5}), fail={"batch=8": "refuse"})
-    (more,) = LibraryStore.open(path).runs()
+    path, states, runs = str(tmp_path / "past.journal"), [], []
+    for trials in (3, 5):
+        spec = job(library=path, budget={"trials": trials}, confirm={"best": 0})
+        states.append(run_directly(tmp_path / "job", spec, fail={"batch=8": "refuse"}))
+        runs += LibraryStore.open(path).runs()
+    (run, more), state = runs, states[-1]
     assert (run.service, run.goals, run.versions) == ("fake", ("max goodput_per_cost",), {"fake": "1"})
     assert more.run_id == run.run_id
     assert len(more.trials) == sum(row.kind.compares for row in state.rows) > len(run.trials)
     assert state.warnings == ()
 
 
-def test_jobs_learn_from_the_starter_library_where_it_fits():
-    """Its runs are used as far as the job's knobs and metrics are theirs; unless the job says no."""
-    space = {
-        "cn_threads": {"kind": "choice", "values": [1, 2], "ordered": True, "unit": "cores"},
-        "hn_threads": {"kind": "choice", "values": [1, 2], "ordered": True, "unit": "cores"},
-        "largest_batch_rows": {"kind": "choice", "values": [256, 4096], "ordered": True, "unit": "candidates"},
-        "window": {"kind": "choice", "values": [1, 4], "ordered": True, "unit": "batches"},
-        "wire": {"kind": "choice", "values": ["float32", "float16"]},
-        "cns": {"kind": "int", "low": 1, "high": 2, "unit": "replicas"},
-    }
-    config = {"cn_threads": 1, "hn_threads": 2, "largest_batch_rows": 4096, "window": 4, "wire": "float32", "cns": 1}
-    changes = {"knobs": space, "constraints": [], "limits": ["attainment >= 0.9"], "reference": {"config": config}}
-    runs, said = past_runs(job(**changes), ())
-    assert {run.service for run in runs} == {"recommend"}
-    assert all(trial.config["cns"] == 1 for run in runs for trial in run.trials)
-    assert said == ()
-    assert past_runs(job(**changes, starter_library=False), ()) == ((), ())
-    assert past_runs(job(), ()) == ((), ())
-
-
-def test_the_starter_library_is_what_it_should_be():
-    """At least six loads, on the real engine and the real recommender; every run says where it is from."""
-    runs = starter_runs()
-    assert len(runs) >= 6
-    assert {run.service for run in runs} == {"images", "recommend"}
-    for run in runs:
-        assert len(run.trials) >= 40
-        assert run.versions["torch"]
-        assert run.hardware.cpus >= 1
-        assert run.goals == ("max goodput_per_cost",)
-
-
-def library_of(path, **changes):
-    """A library with one run of one trial."""
-    outcome = TrialOutcome(metrics={"goodput_per_cost": 3.0})
-    config = {"replicas": 2, "batch": 4, **changes}
-    run = LibraryRun(run_id="old", service="old", trials=(Trial(number=0, config=config, outcome=outcome),))
-    LibraryStore.open(path).add(run)
-
-
 def test_a_library_of_another_space_is_told_and_not_used(tmp_path):
     """A job learns nothing from trials with values of another space, and says which, why and what is lost with them."""
-    library_of(tmp_path / "past.journal", replicas=9)
-    state = run_directly(tmp_path / "job", job(library=str(tmp_path / "past.journal")))
-    assert state.phase == "finished"
-    (warning,) = state.warnings
-    assert "old (old): 0 of 1 trials can be used" in warning
+    path = str(tmp_path / "past.journal")
+    LibraryStore.open(path).add(run_of(measured(0, {"replicas": 9, "batch": 4}, goodput_per_cost=3.0)))
+    spec = job(library=path, budget={"trials": 1}, confirm={"best": 0})
+    (warning,) = run_directly(tmp_path / "job", spec).warnings
+    assert "picks (run-1): 0 of 1 trials can be used" in warning
     assert "replicas is 9, but must be a whole number from 1 to 4" in warning
     assert "the best of them had goodput_per_cost 3, and none is left" in warning
 

@@ -8,9 +8,7 @@ import pytest
 
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.past_runs import in_terms_of, past_runs
-from plait_autoconfig.library import usable_for
 from plait_autoconfig.rows import starter_runs
-from plait_autoconfig.space import Space
 from support.autoconfig import measured, run_of
 
 EXAMPLES = Path(__file__).parents[4] / "serving/plait/tuning/examples"
@@ -51,20 +49,9 @@ def test_runs_of_the_same_knobs_and_of_none_stay_as_they_are():
     assert in_terms_of(run, {"wheels": "cart.wheels"}, {"wheels": 4}) is run
 
 
-def test_constraints_and_candidates_say_what_is_proposed_and_not_what_is_learned_from():
-    """A trial that they rule out is used all the same."""
-    knobs = parse_job((EXAMPLES / "picks.yaml").read_text(), folder=EXAMPLES).space.knobs
-    first = {knob.name: knob.value_at(0) for knob in knobs}
-    space = Space(knobs, (f"{knobs[0].name} == {knobs[0].value_at(1)}",))
-    assert len(usable_for(run_of(measured(0, first, rate=1.0), units={}), space).trials) == 1
-    picky = Space(knobs, (), ({**first, knobs[0].name: knobs[0].value_at(1)},))
-    assert len(picky.cells()) == 1
-    assert len(usable_for(run_of(measured(0, first, rate=1.0), units={}), picky).trials) == 1
-
-
 @pytest.mark.parametrize("name", ["demo", "picks", "images"])
 def test_the_starter_library_is_usable_in_every_shipped_job(name: str):
-    """All runs of its kind of service, and all of their trials."""
+    """All runs of its kind of service, and all of their trials; unless the job says no."""
     spec = parse_job((EXAMPLES / f"{name}.yaml").read_text(), folder=EXAMPLES)
     runs, said = past_runs(spec, ())
     kind = "images" if spec.target.app == "images" else "recommend"
@@ -72,3 +59,4 @@ def test_the_starter_library_is_usable_in_every_shipped_job(name: str):
     theirs = [run for run in starter_runs() if run.service == kind]
     assert sum(len(run.trials) for run in runs) == sum(len(run.trials) for run in theirs)
     assert said == ()
+    assert past_runs(spec.model_copy(update={"starter_library": False}), ()) == ((), ())

@@ -17,7 +17,8 @@ from plait_autoconfig.jobs.plan import (
 )
 from plait_autoconfig.jobs.stopping import NoImprovement
 from plait_autoconfig.objective import Objective, maximise, minimise
-from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, cells_of
+from plait_autoconfig.values import FailureKind, TrialOutcome, cells_of
+from support.autoconfig import failed, measured
 from support.tune_jobs import job, record
 
 DEFAULT = {"replicas": 1, "batch": 4}
@@ -35,10 +36,10 @@ def reference(number=0, **more):
     return good(number, DEFAULT, 10.0, kind=MeasurementKind.REFERENCE, **more)
 
 
-def trials(count, first=1):
+def trials(count):
     """Some trials of different configurations, each better than the one before."""
     cells = [cell for cell in job().space.cells() if cell != DEFAULT]
-    return [good(first + index, cells[index], 11.0 + index) for index in range(count)]
+    return [good(1 + index, cells[index], 11.0 + index) for index in range(count)]
 
 
 def step(spec, records, **outlook):
@@ -74,9 +75,7 @@ def test_an_invalid_load_test_of_the_reference_is_repeated_twice():
     """The generator may have stumbled; three times in a row it has not."""
     invalid = [record(number, DEFAULT, outcome=INVALID, kind=MeasurementKind.REFERENCE) for number in range(3)]
     assert step(job(), invalid[:2]) == RunMeasurement(MeasurementKind.REFERENCE, DEFAULT)
-    given_up = step(job(), invalid)
-    assert isinstance(given_up, NoReference)
-    assert given_up.is_invalid
+    assert step(job(), invalid).is_invalid
 
 
 def test_the_reference_returns_after_every_few_trials():
@@ -118,41 +117,20 @@ def test_nothing_is_confirmed_while_a_trial_is_running():
     assert step(spec, [reference(), *trials(5), running]) == Wait()
 
 
-def confirmed(spec, records, outcome_of):
-    """The configurations that the confirmation measures, and what comes after it."""
-    order = []
-    while isinstance(found := step(spec, records), RunMeasurement) and found.kind is MeasurementKind.CONFIRM:
-        order.append(dict(found.config))
-        outcome = outcome_of(found.config)
-        records.append(record(len(records), found.config, outcome=outcome, kind=MeasurementKind.CONFIRM))
-    return order, found
-
-
-def value(number):
-    """A measured outcome of the default goal."""
-    return TrialOutcome(metrics={"goodput_per_cost": number})
-
-
-def test_a_clear_leader_and_the_reference_are_shown_afresh_in_turn():
-    """Nobody else has a chance; then the job is done."""
-    spec = job(reference={"config": DEFAULT, "every": 0}, confirm={"best": 5, "times": 2}, offered="given")
-    records = [reference(), *trials(6)[:5], good(6, {"replicas": 4, "batch": 4}, 99.0)]
-    best = {"replicas": 4, "batch": 4}
-    order, last = confirmed(spec, records, lambda config: value(99.0 if config == best else 10.0))
-    assert order == [DEFAULT, best] * 2
-    assert last == Done("the 6 trials of the budget were made")
-
-
 def test_candidates_that_fail_again_give_way_to_the_next_ones():
     """A candidate that crashes is not measured again, and the next best gets its chance, within the runs."""
     spec = job(reference={"config": DEFAULT, "every": 0}, confirm={"best": 2, "times": 2}, offered="given")
-    records = [reference(), *trials(6)]
-    best, second = dict(records[6].config), dict(records[5].config)
-    usual = {str(DEFAULT): value(10.0), str(best): CRASH}
-    order, _ = confirmed(spec, records, lambda config: usual.get(str(dict(config)), value(20.0)))
+    records, order = [reference(), *trials(6)], []
+    best, second = records[6].config, records[5].config
+    while isinstance(found := step(spec, records), RunMeasurement):
+        assert found.kind is MeasurementKind.CONFIRM
+        order.append(found.config)
+        shown = {"outcome": CRASH} if found.config == best else {"metrics": {"goodput_per_cost": 20.0}}
+        records.append(record(len(records), found.config, kind=found.kind, **shown))
     assert order.count(best) == 1
     assert order.count(second) >= 2
     assert len(order) <= 6
+    assert found == Done("the 6 trials of the budget were made")
 
 
 def test_two_workers_measure_different_candidates():
@@ -177,51 +155,32 @@ def test_out_of_time_or_without_candidates_there_is_no_confirmation():
 
 def test_several_goals_confirm_the_ends_of_the_front_first():
     """The extremes, then the middle: the front is known in its whole width soonest."""
-    spec = job(objective="max goodput_per_s, min cost_per_hour")
-    cells = [cell for cell in spec.space.cells() if cell != DEFAULT]
-    records = [
-        record(index, cells[index], {"goodput_per_s": float(index), "cost_per_hour": 2.0 * index})
-        for index in range(1, 6)
-    ]
-    cells = cells_of(each.trial() for each in records)
-    ordered = [cell.outcome.metrics["goodput_per_s"] for cell in ends_first(cells, "goodput_per_s")]
-    assert ordered == [1.0, 5.0, 3.0, 2.0, 4.0]
+    cells = cells_of(measured(number, {"k": number}, x=float(number)) for number in range(1, 6))
+    assert [cell.config["k"] for cell in ends_first(cells, "x")] == [1, 5, 3, 2, 4]
+    assert ends_first(cells[:2], "x") == cells[:2]
 
 
-def test_the_reference_is_a_candidate_like_the_others():
-    """It may lead, and the runs say so."""
-    spec = job(confirm={"best": 5, "times": 2}, offered="given", reference={"config": DEFAULT, "every": 0})
-    records = [good(0, DEFAULT, 99.0, kind=MeasurementKind.REFERENCE), *trials(6)]
-    order, _ = confirmed(spec, records, lambda _: value(99.0))
-    assert order == [DEFAULT] * 2
+def history(*outcomes):
+    """Trials with these metrics, or None for one that crashed."""
+    return [failed(n, {"k": n}) if each is None else measured(n, {"k": n}, **each) for n, each in enumerate(outcomes)]
 
 
 def test_the_stop_rule_waits_for_something_feasible_and_then_for_progress():
     """Patience counts trials without an improvement worth the name."""
-    objective = Objective((maximise("x"),))
-
-    def history(*values):
-        outcomes = [CRASH if value is None else TrialOutcome(metrics={"x": value}) for value in values]
-        return [Trial(number=n, config={"k": n}, outcome=outcome) for n, outcome in enumerate(outcomes)]
-
-    rule = NoImprovement(patience=2, least_gain=0.05)
-    assert rule.why_stop(objective, history(1.0, 1.0)) == ""
-    assert rule.why_stop(objective, history(1.0, 1.0, 1.04)) == "the last 2 trials brought no improvement of 5 %"
-    assert rule.why_stop(objective, history(1.0, 1.0, 1.06)) == ""
+    objective, rule = Objective((maximise("x"),)), NoImprovement(patience=2, least_gain=0.05)
+    one = {"x": 1.0}
+    assert rule.why_stop(objective, history(one, one)) == ""
+    assert rule.why_stop(objective, history(one, one, {"x": 1.04})) == (
+        "the last 2 trials brought no improvement of 5 %"
+    )
+    assert rule.why_stop(objective, history(one, one, {"x": 1.06})) == ""
     assert rule.why_stop(objective, history(None, None, None, None)) == ""
-    assert NoImprovement(patience=0).why_stop(objective, history(*[1.0] * 20)) == ""
+    assert NoImprovement(patience=0).why_stop(objective, history(*[one] * 20)) == ""
 
 
 def test_with_several_goals_the_front_must_move():
     """A trial that joins the front is progress, a dominated one is not."""
-    objective = Objective((maximise("x"), minimise("y")))
-
-    def history(*points):
-        return [
-            Trial(number=n, config={"k": n}, outcome=TrialOutcome(metrics={"x": x, "y": y}))
-            for n, (x, y) in enumerate(points)
-        ]
-
-    rule = NoImprovement(patience=1)
-    assert rule.why_stop(objective, history((1.0, 1.0), (2.0, 2.0))) == ""
-    assert rule.why_stop(objective, history((1.0, 1.0), (0.5, 2.0))) != ""
+    objective, rule = Objective((maximise("x"), minimise("y"))), NoImprovement(patience=1)
+    first = {"x": 1.0, "y": 1.0}
+    assert rule.why_stop(objective, history(first, {"x": 2.0, "y": 2.0})) == ""
+    assert rule.why_stop(objective, history(first, {"x": 0.5, "y": 2.0})) != ""

@@ -9,7 +9,7 @@ import yaml
 
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import job_of, parse_job
-from plait_autoconfig.jobs.spec import JobSpec, changed_settings, guard_limits
+from plait_autoconfig.jobs.spec import JobSpec
 from support.tune_jobs import JOB, job, job_text
 
 SERVICE = {"command": ["serve"], "ready": "http://127.0.0.1:{port}/health", "reserves": {"cores": "2 * replicas"}}
@@ -23,13 +23,15 @@ def refused(text: str) -> str:
 
 
 def test_a_job_becomes_a_space_an_objective_and_settings():
-    """Knobs go by short names in the space and by deployment and knob where they are set."""
+    """Knobs go by short names in the space and by deployment and knob where they are set. What runs today, the
+    reference, need not be among what is tried."""
     spec = job(limits=["p99_ms <= 50"])
     assert len(spec.space.cells()) == 14
     assert str(spec.goal) == "max goodput_per_cost with p99_ms <= 50"
     assert spec.settings({"replicas": 2, "batch": 8}) == {"engine.replicas": 2, "engine.largest_batch": 8}
-    assert spec.default == {"replicas": 1, "batch": 4}
     assert spec.rate_per_s is None
+    outside = {"replicas": 9, "batch": 3}
+    assert job(reference={"config": outside}).default == outside
 
 
 def test_a_given_rate_is_offered_and_may_be_missed_by_the_tolerance():
@@ -58,22 +60,13 @@ def test_paths_start_from_the_folder_of_the_file(tmp_path):
     ("before", "after", "said"),
     [
         ("low: 1", "lowest: 1", "line 5: knobs.replicas.lowest: there is no such setting"),
-        ("low: 1", "low: yes", "line 5: knobs.replicas.low: must be a valid integer, not True"),
         ("high: 4", "high: '4'", "line 6: knobs.replicas.high: must be a valid integer, not '4'"),
-        ("kind: int", "kind: integer", "knobs.replicas: input tag 'integer'"),
-        ("every: 3", "evry: 3", "reference.evry: there is no such setting"),
         ("name: demo", "name: demo\nname: twice", "line 2: 'name' is given twice"),
-        (
-            "replicas * batch <= 16",
-            "replicas * batch <= 0",
-            "of 16 configurations of its knobs, `replicas * batch <= 0`",
-        ),
-        ("replicas * batch <= 16", "replicas * cpus <= 2", "names cpus, which is no knob"),
+        ("replicas * batch <= 16", "replicas * batch <= 0", "of 16 configurations of its knobs, `replicas * batch"),
         ("batch: 4", "btch: 4", "reference.config sets btch, which is no knob; they are replicas, batch"),
         ("name: random", "name: randm", "designer.name: there is no designer 'randm'; did you mean random?"),
         ("kind: poisson", "kind: poison", "scenarios: arrivals.kind: one of"),
         ("engine.largest_batch", "engine.replicas", "two knobs set engine.replicas"),
-        ("name: demo", "name: [", "line 3:"),
         ("name: demo", "name: 2026-11-21", "quote dates"),
     ],
 )
@@ -90,19 +83,14 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
     ("changes", "said"),
     [
         ({"limits": ["p99_ms < 50"]}, "the limit 'p99_ms < 50' cannot be read"),
-        ({"limits": ["p99_ms <= 50", "p99_ms >= 60"]}, "contradict each other"),
-        ({"objective": "most goodput"}, "the goal 'most goodput' cannot be read"),
         ({"objective": "min cost at rate 5", "offered": "capacity"}, "asks for a given rate, not for the capacity"),
         ({"reference": {"config": {"batch": 4}}}, "reference.config lacks replicas"),
         ({"target": {"live": {"guard": ["p99 <="]}}}, "the limit 'p99 <=' cannot be read"),
         ({"target": {"live": True}}, "target.live"),
         ({"target": {**SERVICE, "app": "images"}}, "target.app: there is no such setting for a service of yours"),
-        ({"target": {**SERVICE, "live": False}}, "target.live: there is no such setting for a service of yours"),
-        ({"target": {"app": "images", "reserves": {"cores": 1}}}, "target.reserves: there is no such setting"),
         ({"target": {**SERVICE, "apply": ["x"]}}, "target: a service has either `command`"),
         ({"target": {"command": ["x"]}}, "target: `command` needs `ready`"),
         ({"target": {"apply": ["x"]}}, "target: `apply` needs `url`"),
-        ({"target": {**SERVICE, "ready": "health"}}, "target.ready"),
         ({"target": {**SERVICE, "knobs": "file"}}, "target: `file`, a YAML or JSON file, goes with `knobs: file`"),
         ({"target": {**SERVICE, "knobs": "file", "file": "x"}}, "needs {file} among the arguments"),
         ({"target": {**SERVICE, "reserves": {}}}, "goodput_per_cost needs target.reserves"),
@@ -116,9 +104,6 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
             {"target": {"apply": ["x"], "url": "http://x"}, "prices": {"basis": "used"}},
             "prices.basis: what a service uses is only seen of one that target.command starts",
         ),
-        ({"knobs": {}}, "knobs"),
-        ({"scenarios": []}, "scenarios"),
-        ({"budget": {"trials": 0}}, "budget.trials"),
     ],
 )
 def test_contradictions_are_refused_before_anything_runs(changes, said):
@@ -161,22 +146,3 @@ def test_knobs_that_set_the_same_are_never_active_together():
     assert job(knobs=knobs, constraints=[])
     both = {**knobs, "wide": {**wide, "when": {"replicas": [2]}}}
     assert "two knobs set engine.largest_batch" in refused(job_text(knobs=both, constraints=[]))
-
-
-def test_only_what_says_how_far_to_go_may_change_in_a_job_that_began():
-    """More budget continues a job; another objective would make its trials incomparable."""
-    assert changed_settings(job(), job(budget={"trials": 9}, confirm={"best": 1})) == ()
-    assert changed_settings(job(), job(limits=["p99_ms <= 9"], seed=4)) == ("limits", "seed")
-
-
-def test_a_reference_may_lie_outside_of_the_space():
-    """What runs today need not be among what is tried."""
-    spec = job(reference={"config": {"replicas": 9, "batch": 3}})
-    assert spec.default == {"replicas": 9, "batch": 3}
-
-
-def test_a_guard_becomes_limits():
-    """The guard of a live service is written like limits."""
-    spec = job(target={"live": {"guard": ["p99_ms <= 200", "error_rate <= 0.01"]}})
-    assert spec.target.live
-    assert [str(limit) for limit in guard_limits(spec.target.live)] == ["p99_ms <= 200", "error_rate <= 0.01"]

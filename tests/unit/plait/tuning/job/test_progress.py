@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
-from fakes.tuned_app import job_text
 from plait.tuning.job.progress import headline, shown, time_breakdown
-from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
-from plait_autoconfig.jobs.records import Claim, Record
+from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.state import JobState
-from plait_autoconfig.values import Config, TrialOutcome
+from plait_autoconfig.values import TrialOutcome
+from support.tune_jobs import job, record
 
 
-def record(number: int, kind: MeasurementKind, config: Config, goodput_per_cost: float) -> Record:
-    """A measurement that is over."""
-    outcome = TrialOutcome.measured(goodput_per_cost=goodput_per_cost, attainment=1.0)
-    claim = Claim(kind=kind, config=config, seed=0, worker="w", nonce=str(number), at_s=0.0)
-    return Record(number=number, claim=claim, measured=Measured(outcome=outcome, duration_s=2.0))
-
-
-def loaded(of: Record, load_s: float) -> Record:
-    """With that much of its time under load."""
-    assert of.measured is not None
-    return replace(of, measured=replace(of.measured, load_s=load_s))
-
-
-def state(records: Sequence[Record]) -> JobState:
+def state(*records: Record) -> JobState:
     """Of a job of three trials in ten minutes."""
-    spec = parse_job(job_text(budget={"trials": 3, "minutes": 10}), folder=Path("/"))
-    return state_of(spec, records)
+    return state_of(job(budget={"trials": 3, "minutes": 10}), records)
 
 
-REFERENCE = record(0, MeasurementKind.REFERENCE, {"threads": 4, "batch": 8}, 100.0)
-TRIAL = record(1, MeasurementKind.TRIAL, {"threads": 1, "batch": 8}, 150.0)
+DEFAULT, OTHER = {"replicas": 1, "batch": 4}, {"replicas": 2, "batch": 8}
+REFERENCE = record(0, DEFAULT, {"goodput_per_cost": 100.0}, kind=MeasurementKind.REFERENCE, duration_s=2.0)
+TRIAL = record(1, OTHER, {"goodput_per_cost": 150.0}, duration_s=2.0)
 EVENTS = (
     JobEvent(kind="started", at_s=0.0, text="started"),
     JobEvent(kind="trial_progress", at_s=1.0, text="load, 1 of 2 s", number=1),
@@ -61,19 +45,20 @@ class Terminal(io.StringIO):
 
 def test_the_headline_has_the_best_and_what_is_left() -> None:
     """The gain is over the default; time is told as on a clock."""
-    assert headline(state([REFERENCE, TRIAL])) == "best 150 (1.50 times the default), 1 of 3 trials, 9:56 left"
-    assert headline(state([])).startswith("nothing feasible yet, 0 of 3 trials")
+    assert headline(state(REFERENCE, TRIAL)) == "best 150 (1.50 times the default), 1 of 3 trials, 9:56 left"
+    assert headline(state()).startswith("nothing feasible yet, 0 of 3 trials")
 
 
 def test_where_the_time_went() -> None:
     """Of one run of the job: what others measured before, or at the same time, is none of its own."""
-    before, after = state([REFERENCE]), state([REFERENCE, loaded(TRIAL, 1.5)])
+    loaded = replace(TRIAL, measured=replace(TRIAL.measured, load_s=1.5))
+    before, after = state(REFERENCE), state(REFERENCE, loaded)
     assert time_breakdown(before.remaining, after.remaining, 3.0) == (
         "took 3.0 s: load tests 1.5 s, the rest of the measurements 0.5 s, start, end and in between 1.0 s "
         "(50.0% was not load)"
     )
     assert time_breakdown(before.remaining, after.remaining, 1.0) == "took 1.0 s"
-    assert time_breakdown(before.remaining, state([REFERENCE, TRIAL]).remaining, 3.0) == "took 3.0 s"
+    assert time_breakdown(before.remaining, state(REFERENCE, TRIAL).remaining, 3.0) == "took 3.0 s"
 
 
 def test_jobs_of_earlier_versions_do_not_say_what_was_load() -> None:
@@ -90,12 +75,12 @@ def test_jobs_of_earlier_versions_do_not_say_what_was_load() -> None:
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
 def test_what_happens_stays_readable(stream: io.StringIO) -> None:
     """Every measurement and every note is a line; what goes on inside a trial is shown on a terminal only."""
-    with shown(stream, lambda: state([REFERENCE, TRIAL])) as show:
+    with shown(stream, lambda: state(REFERENCE, TRIAL)) as show:
         for event in EVENTS:
             show(event)
     text = stream.getvalue()
     assert "1 trial" in text
-    assert "threads=1 batch=8" in text
+    assert "replicas=2 batch=8" in text
     assert "2 lost: its worker was gone" in text
     assert "the host drifts" in text
     assert "best 150" in text

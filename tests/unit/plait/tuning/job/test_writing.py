@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError
-from plait.tuning.yaml_edit import diff, with_settings
+from plait.tuning.yaml_edit import with_settings
 
 TEXT = """\
 # my server
@@ -22,6 +22,7 @@ images:
     largest_batch: 8   # was 16
 recommend:
 """
+COMMENTS = [" my server", " here", " the model", " was 16"]
 
 
 @pytest.mark.parametrize(
@@ -39,11 +40,7 @@ def test_a_setting_is_written_where_it_belongs(path: tuple[str, ...], value: Any
     """Replaced in place or added to its section, and every comment is still there."""
     after = with_settings(TEXT, {path: value})
     assert line in after
-    assert [text for text in TEXT.split("\n") if "#" in text and "8  " not in text and "{" not in text] == [
-        text
-        for text in after.split("\n")
-        if "#" in text and "4  " not in text and "8  " not in text and "{" not in text
-    ]
+    assert [text.partition("#")[2] for text in after.split("\n") if "#" in text] == COMMENTS
     found = yaml.safe_load(after)
     for key in path:
         found = found[key]
@@ -84,9 +81,3 @@ def test_only_the_setting_changes(data: dict[str, Any], flow: bool, path: tuple[
         place = place[key]
     place[path[-1]] = value
     assert yaml.safe_load(with_settings(text, {path: value})) == wanted
-
-
-def test_the_difference_is_shown_as_people_know_it() -> None:
-    """A unified diff; nothing for no change."""
-    assert diff("a: 1", "a: 2\n", name="plait.yaml").splitlines()[-2:] == ["-a: 1", "+a: 2"]
-    assert not diff("a: 1\n", "a: 1\n", name="plait.yaml")

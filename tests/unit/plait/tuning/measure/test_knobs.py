@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.deployments import Effect, deployments, effects, logical_cpus
 from plait.errors import PlaitError
-from plait.tuning.measure.cost import ReservedResources, cost_metrics, host_cores_of, known_costs, reserved
-from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
-from plait_autoconfig.jobs.spec import JobSpec, Prices
+from plait.tuning.measure.cost import ReservedResources, host_cores_of, known_costs, reserved
+from plait.tuning.measure.knobs import apply_knobs, check_names, knob_places, settings_of
+from plait_autoconfig.jobs.spec import JobSpec
 from plait_serving.cores import HostCores
 from support.tune_jobs import job
 
@@ -36,7 +35,6 @@ def test_every_deployment_has_its_knobs_and_replicas(config: PlaitConfig) -> Non
     wanted = {"engine.largest_batch", "engine.replicas", "controlnet-edges.threads", "cn-shop.window", "shop.mode"}
     assert wanted <= set(places)
     assert places["cn-shop.window"].path == ("recommend", "models", "shop", "cn", "knobs", "window")
-    assert places["cn-shop.window"].about
     assert places["hn-shop.threads"].active
     assert not places["whole-shop.threads"].active
 
@@ -48,7 +46,6 @@ def test_every_deployment_has_its_knobs_and_replicas(config: PlaitConfig) -> Non
         ("engin.threads", "did you mean 'engine'"),
         ("threads", "a service of another kind is tuned with target.command"),
         ("vllm.threads", "there is no deployment 'vllm'"),
-        ("cn-shop.wheels", "there is "),
         ("whole-shop.threads", "does not run in this configuration"),
     ],
 )
@@ -64,45 +61,18 @@ def test_a_half_that_a_knob_can_bring_may_be_tuned(config: PlaitConfig) -> None:
     check_names(config, ["shop.mode", "whole-shop.threads"])
 
 
-def test_values_that_the_deployment_refuses_are_named(config: PlaitConfig) -> None:
-    """Before anything is measured, with the bound."""
-    with pytest.raises(PlaitError, match=r"engine.largest_batch cannot be 1000.*256"):
-        check_values(config, {"engine.largest_batch": [4, 1000]})
-
-
 def test_knobs_are_applied_and_nothing_else(config: PlaitConfig) -> None:
     """The configuration differs where the knobs say, and is valid."""
     changed = apply_knobs(config, {"engine.largest_batch": 4, "cn-shop.replicas": 2})
-    assert changed.images is not None
     assert changed.images.knobs.largest_batch == 4
     assert changed.ranking_models["shop"].cn.replicas == 2
     back = apply_knobs(changed, {"engine.largest_batch": 16, "cn-shop.replicas": 1})
     assert back == config
 
 
-def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
-    """What Ray sets aside, in fractions: threads cost nothing, the ingress its tenth."""
-    knobs = {"engine.threads": 0, "cn-shop.replicas": 3, "hn-shop.threads": 2, "hn-shop.num_gpus": 0.5}
-    what = reserved(apply_knobs(config, knobs))
-    assert what.cores == pytest.approx(0.1 + 0.4 + 0.4 + 3 * 0.2 + 0.2)
-    assert what.gpus == 0.5
-    assert math.ceil(what.cores) == logical_cpus(apply_knobs(config, knobs))
-
-
-@pytest.mark.parametrize(("basis", "cost"), [("reserved", 2.17), ("used", 2.27)])
-def test_a_job_prices_what_is_reserved_or_what_was_used(basis: str, cost: float) -> None:
-    """Both are shown; `basis` says which of them is the cost. Memory is as measured, GPUs as reserved."""
-    prices = Prices.model_validate({"basis": basis, "core": 0.1, "gpu": 4.0, "gib": 0.01})
-    what = ReservedResources(cores=1.5, gpus=0.5)
-    found = cost_metrics(prices, what, used_cores=2.5, memory_gib=2.0)
-    assert found["cost_per_hour"] == pytest.approx(cost)
-    assert found["reserved_cost_per_hour"] == pytest.approx(2.17)
-    assert found["used_cost_per_hour"] == pytest.approx(2.27)
-    assert (found["reserved_cores"], found["cpu_cores"]) == (1.5, 2.5)
-
-
 def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: PlaitConfig) -> None:
-    """Fractions count as they are; as many threads as the budget rounded up, or more if they are given."""
+    """What Ray sets aside is paid, fractions as they are, the ingress's tenth too. Threads cost nothing: as many as the
+    budget rounded up, or more if they are given."""
     budgets = {
         "engine.num_cpus": 1.5,
         "controlnet-edges.num_cpus": 0.25,
@@ -110,9 +80,12 @@ def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: Plait
         "cn-shop.threads": 4,
         "hn-shop.replicas": 2,
         "hn-shop.num_cpus": 0.5,
+        "hn-shop.num_gpus": 0.5,
     }
     tuned = apply_knobs(config, budgets)
-    assert reserved(tuned).cores == pytest.approx(0.1 + 1.5 + 0.25 + 2.0 + 2 * 0.5)
+    what = reserved(tuned)
+    assert (what.cores, what.gpus) == (pytest.approx(0.1 + 1.5 + 0.25 + 2.0 + 2 * 0.5), 2 * 0.5)
+    assert logical_cpus(tuned) == 5
     caps = {row.name: row.knobs["threads"] for row in deployments(tuned) if row.knobs}
     assert caps == {"engine": 2, "controlnet-edges": 1, "cn-shop": 4, "hn-shop": 1}
     assert effects(deployments(config), deployments(tuned))["controlnet-edges"] is Effect.RESTARTED
@@ -151,8 +124,6 @@ def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig) -> None:
 def test_settings_name_the_models_that_a_file_leaves_out() -> None:
     """A knob of the starter's recommender cannot stand in a file without its folder."""
     config = load_config()
-    if "picks" not in config.ranking_models:
-        pytest.skip("the starter's recommender is not there")
     found = settings_of(config, {"cn-picks.window": 2, "engine.threads": 1})
     assert found["recommend", "models", "picks", "cn", "knobs", "window"] == 2
     assert found["recommend", "models", "picks", "folder"] == str(config.ranking_models["picks"].folder)

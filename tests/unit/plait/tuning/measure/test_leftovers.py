@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fakes.tuned_app import compose
-from plait.config import PlaitConfig, dump_config, load_config
+from plait.config import load_config
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.processes import ProcessId
 from plait.server.state import RunRecord
 from plait.tuning.job import recover
 from plait.tuning.measure.clone import Clone
-from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path, running_config
+from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path
 
 GONE = ProcessId(pid=2**22 - 1, start_ticks=1)
 
@@ -31,60 +29,23 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def me() -> ProcessId:
-    """This process."""
-    found = processes.identify(os.getpid())
-    assert found is not None
-    return found
-
-
 def clone_in(root: Path) -> Clone:
     """A clone that is not started."""
     return Clone(compose, root=root, log_path=root / "clone.log", say=lambda _: None)
 
 
-def test_processes_of_a_killed_clone_end_when_the_next_one_comes(root: Path) -> None:
-    """They carry the dead clone's id in their environment, and its record says that they are to go."""
-    environment = {**os.environ, processes.RUN_ID_VARIABLE: "feedfacefeedface"}
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment)
+def test_what_a_killed_clone_left_goes_when_the_next_one_comes(root: Path) -> None:
+    """Its record says what: see `clean_up_others`."""
     folder = root / "port-4321"
     folder.mkdir(mode=0o700)
-    record = RunRecord(
-        run_id="feedfacefeedface",
-        boot_id=processes.boot_id(),
-        command=GONE,
-        url="http://127.0.0.1:4321",
-        address="local",
-        ray_folder="/nowhere/r-1",
-    )
+    boot_id, url = processes.boot_id(), "http://127.0.0.1:4321"
+    record = RunRecord(run_id="r", boot_id=boot_id, command=GONE, url=url, address="local", ray_folder="/nowhere/r-1")
     (folder / "run.json").write_text(record.to_json())
     clone_in(root)
-    assert left.wait(60) != 0
     assert not (folder / "run.json").exists()
 
 
-class FakeCluster:
-    """A Ray that somebody else runs."""
-
-    gcs_address = "1.2.3.4:5"
-    url = "http://1.2.3.4:8000"
-
-    def __init__(self) -> None:
-        self.deleted: list[str] = []
-        self.stopped = False
-
-    def delete(self, name: str) -> None:
-        """Remembers."""
-        self.deleted.append(name)
-
-    def stop(self, *, hurry: object) -> None:
-        """Remembers."""
-        self.stopped = True
-
-
-def test_the_application_of_a_killed_clone_is_deleted_on_a_foreign_ray(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_application_of_a_killed_clone_is_deleted_on_a_foreign_ray(root, monkeypatch):
     """Only of dead owners, only on this Ray; our own note is there while the clone is, and gone afterwards."""
     notes = root / "clones"
     notes.mkdir()
@@ -96,20 +57,24 @@ def test_the_application_of_a_killed_clone_is_deleted_on_a_foreign_ray(
 
     note("dead", GONE, "1.2.3.4:5")
     note("elsewhere", GONE, "9.9.9.9:9")
-    note("alive", me(), "1.2.3.4:5")
+    note("alive", processes.me(), "1.2.3.4:5")
     (notes / "torn.json").write_text("{")
-    cluster = FakeCluster()
+    deleted: list[str] = []
+    stopped: list[bool] = []
+    cluster = SimpleNamespace(
+        gcs_address="1.2.3.4:5", delete=deleted.append, stop=lambda *, hurry: stopped.append(hurry)
+    )
     monkeypatch.setattr(Cluster, "attach", lambda config, port: cluster)
     monkeypatch.setenv(processes.RUN_ID_VARIABLE, "")
     monkeypatch.setenv("PLAIT_LOG_PATH", "")
     clone = clone_in(root)
     clone.start(load_config(overrides=["ray.address=1.2.3.4:5"]), num_cpus=1)
-    assert cluster.deleted == ["dead"]
+    assert deleted == ["dead"]
     own = {path.stem for path in notes.glob("*.json")} - {"elsewhere", "alive", "torn"}
     assert len(own) == 1
     assert clone.running.prefix == f"/{clone.running.app}"
     clone.close()
-    assert cluster.stopped
+    assert stopped == [False]
     assert {path.stem for path in notes.glob("*.json")} == {"elsewhere", "alive", "torn"}
 
 
@@ -121,8 +86,8 @@ def live_note(owner: ProcessId, *, boot_id: str | None = None) -> RollbackNote:
 def test_a_note_says_whether_its_owner_is_gone(root: Path) -> None:
     """Dead, or of another boot; what cannot be read is no note."""
     live_note(GONE).write(note_path(root, 1))
-    live_note(me()).write(note_path(root, 2))
-    live_note(me(), boot_id="another").write(note_path(root, 3))
+    live_note(processes.me()).write(note_path(root, 2))
+    live_note(processes.me(), boot_id="another").write(note_path(root, 3))
     note_path(root, 4).write_text("{}")
     assert left_notes(root) == [1, 3]
     assert RollbackNote.read(note_path(root, 1)) == live_note(GONE)
@@ -131,16 +96,9 @@ def test_a_note_says_whether_its_owner_is_gone(root: Path) -> None:
 
 def test_a_live_server_is_tuned_by_one_at_a_time(root: Path) -> None:
     """The second is told which process is at it."""
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        owner = processes.identify(other.pid)
-        assert owner is not None
-        live_note(owner).write(note_path(root, 8000))
-        with pytest.raises(LiveBusy, match=str(other.pid)):
-            LiveServer(compose, root=root, port=8000)
-    finally:
-        other.kill()
-        other.wait()
+    live_note(processes.identify(1)).write(note_path(root, 8000))
+    with pytest.raises(LiveBusy, match="process 1 tunes the server on port 8000 already"):
+        LiveServer(compose, root=root, port=8000)
 
 
 def test_the_note_of_a_server_that_is_gone_is_dropped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,14 +107,3 @@ def test_the_note_of_a_server_that_is_gone_is_dropped(root: Path, monkeypatch: p
     live_note(GONE).write(note_path(root, 4444))
     assert recover.main(["4444"]) == 0
     assert left_notes(root) == []
-
-
-def test_the_configuration_that_runs_can_be_read(root: Path) -> None:
-    """What plait serve wrote down about itself, defaults and all."""
-    folder = root / "port-5555"
-    folder.mkdir(mode=0o700)
-    record = RunRecord(run_id="r", boot_id=processes.boot_id(), command=me(), url="", address="local")
-    (folder / "run.json").write_text(record.to_json())
-    config: PlaitConfig = load_config(overrides=["images.knobs.threads=3"])
-    (folder / "config.yaml").write_text(dump_config(config))
-    assert running_config(root, 5555) == config

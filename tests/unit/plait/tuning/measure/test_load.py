@@ -101,9 +101,7 @@ def test_a_guard_ends_the_load(url: str) -> None:
     assert loaded.ended_early == "guard: enough"
 
 
-def test_a_search_returns_the_load_that_counts_and_says_what_it_tried(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_returns_the_load_that_counts_and_says_what_it_tried(url, monkeypatch):
     """A rate that held, with its own metrics and use; the sessions of all runs are kept."""
     planned: list[LookPlan] = []
 

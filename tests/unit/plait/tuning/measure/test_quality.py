@@ -5,65 +5,51 @@ from __future__ import annotations
 import base64
 import io
 import json
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from plait.tuning.measure.quality import NoAnswer, quality_drift
 from plait_loadtest.load import load_scenario
 from plait_loadtest.scenario import Scenario
+from support.app_server import AppServer
 
 Answer = Callable[[dict[str, Any]], tuple[dict[str, str], bytes]]
 
 
-class Server:
-    """Answers a POST with what ``answer`` makes of the JSON part of its body, a GET with one of ``files``."""
+class Server(AppServer):
+    """Answers a POST with what ``answer`` makes of the JSON of its body, a GET with one of ``files``."""
+
+    answer: Answer
+    status = 200
 
     def __init__(self) -> None:
-        self.answer: Answer = lambda _: ({}, b"{}")
         self.files: dict[str, bytes] = {}
-        self.status = 200
-        outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                raw = self.rfile.read(int(self.headers["content-length"]))
-                self._reply(*outer.answer(json.loads(raw)))
+        async def app(request: Request) -> Response:
+            if request.method == "GET":
+                return Response(self.files[request.url.path])
+            headers, body = self.answer(await request.json())
+            return Response(body, self.status, headers)
 
-            def do_GET(self) -> None:
-                self._reply({}, outer.files[self.path])
-
-            def _reply(self, headers: dict[str, str], body: bytes) -> None:
-                self.send_response(outer.status)
-                for name, value in {**headers, "content-length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                """Silent."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Starlette(routes=[Route("/{path:path}", app, methods=["GET", "POST"])]))
+        self.url = f"http://127.0.0.1:{self.port}"
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     found = Server()
     yield found
-    found.close()
+    found.stop()
 
 
 def ranking(server: Server) -> Scenario:
@@ -90,9 +76,7 @@ def scores(offset: float, *, binary: bool = False) -> Answer:
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_scores_drift_by_their_largest_difference(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, binary: bool
-):
+def test_scores_drift_by_their_largest_difference(server, tmp_path, monkeypatch, binary):
     """The default's first answers count; the same scores again are no drift, in whatever form they come. No proxy is
     asked, as for the load."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -140,6 +124,6 @@ def test_what_can_not_be_compared_is_a_failure(server: Server, tmp_path: Path):
     with pytest.raises(NoAnswer, match="503: busy"):
         quality_drift([ranking(server)], tmp_path, is_default=False)
     gone = ranking(server)
-    server.close()
+    server.stop()
     with pytest.raises(NoAnswer, match="not answered"):
         quality_drift([gone], tmp_path, is_default=False)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from plait.config import parse_config
 from plait.tuning.measure import trial as module
-from plait.tuning.measure.cost import reserved
+from plait.tuning.measure.cost import ReservedResources
 from plait.tuning.measure.load import LoadResult
 from plait.tuning.measure.trial import LoadPlan, TrialMetrics, run_loads
 from plait.tuning.measure.usage import ResourceUsage
@@ -21,10 +20,7 @@ from plait_autoconfig.values import FailureKind
 from plait_loadtest.load import load_scenario
 from plait_loadtest.scenario import Scenario
 
-CONFIG = parse_config(
-    {"images": None, "recommend": {"models": {"shop": {"folder": "/shop"}}}}, source="test", folder=Path("/")
-)
-RESERVED_CORES = 0.1 + 2 * 0.2
+RESERVED = ReservedResources(cores=0.5, gpus=0.25)
 SCENARIO = {
     "arrivals": {"kind": "poisson", "rate_per_s": 50},
     "duration_s": 16,
@@ -33,117 +29,94 @@ SCENARIO = {
 }
 
 
-def ran(metrics: dict[str, float], *, cpu_s: float = 3.0, slo_met: bool | None = None, early: str = "") -> LoadResult:
-    """A load of two seconds."""
-    session: Any = SimpleNamespace(
-        summary=SimpleNamespace(total=SimpleNamespace(slo_met=slo_met)), result=SimpleNamespace(wall_s=2.0)
-    )
-    return LoadResult(
-        metrics=metrics,
-        ended_early=early,
-        used=ResourceUsage(cpu_s=cpu_s, memory_bytes=1 << 30),
-        sessions=() if slo_met is None else (session,),
-        counted_s=2.0,
-    )
-
-
 class Loads:
-    """Stands for the loads of a trial; every one of them shows the same."""
+    """Stands for the loads of a trial, of two seconds each; every one of them shows the same."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, float]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.given: list[Scenario] = []
         self.searched: list[dict[str, Any]] = []
         self.needed: list[float] = []
-        self._metrics = metrics
-        monkeypatch.setattr(module, "run_given", self._run_given)
-        monkeypatch.setattr(module, "run_search", self._run_search)
-        monkeypatch.setattr(module, "joined", lambda look, rest: rest)
+        self._folder, self._result = folder, LoadResult(metrics={})
 
-    def _run_given(self, scenario: Scenario, _watch: object) -> LoadResult:
+    def run_given(self, scenario: Scenario, _watch: object) -> LoadResult:
         self.given.append(scenario)
-        return ran(self._metrics)
+        return self._result
 
-    def _run_search(self, _scenario: Scenario, _watch: object, **how: Any) -> LoadResult:
+    def run_search(self, _scenario: Scenario, _watch: object, **how: Any) -> LoadResult:
         self.searched.append(how)
-        self.needed.append(how["needed"](ran(self._metrics)))
-        return ran(self._metrics)
+        self.needed.append(how["needed"](self._result))
+        return self._result
+
+    def measured(
+        self, metrics: dict[str, float], *, slo_met: bool = True, early: str = "", **plan: Any
+    ) -> TrialMetrics:
+        """The outcome of a trial with such a plan, if its loads show these metrics."""
+        summary = SimpleNamespace(total=SimpleNamespace(slo_met=slo_met))
+        session: Any = SimpleNamespace(summary=summary, result=SimpleNamespace(wall_s=2.0))
+        used = ResourceUsage(cpu_s=3.0, memory_bytes=1 << 30)
+        self._result = LoadResult(metrics=metrics, ended_early=early, used=used, sessions=(session,), counted_s=2.0)
+        running: Any = SimpleNamespace(reserved=RESERVED, may_end=frozenset(), pids=dict, url="http://h:1", prefix="")
+        known = {"scenarios": (load_scenario(SCENARIO, {}),), "search": False, "seed": 1, "limit_s": 60.0}
+        whole = LoadPlan(**{**known, "prices": Prices(core=1.0, gpu=0.0, gib=0.0), **plan})
+        return run_loads(running, whole, folder=self._folder, log_path=None, say=lambda _: None, known={})
 
 
-def measured(folder: Path, **plan: Any) -> TrialMetrics:
-    """The outcome of a trial with such a plan."""
-    running: Any = SimpleNamespace(
-        reserved=reserved(CONFIG), may_end=frozenset(), pids=dict, url="http://127.0.0.1:1", prefix=""
-    )
-    known = {"scenarios": (load_scenario(SCENARIO, {}),), "search": False, "seed": 1, "limit_s": 60.0}
-    whole = LoadPlan(**{**known, "prices": Prices(core=1.0, gib=0.0), **plan})
-    return run_loads(running, whole, folder=folder, log_path=None, say=lambda _: None, known={})
+@pytest.fixture
+def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
+    made = Loads(tmp_path)
+    monkeypatch.setattr(module, "run_given", made.run_given)
+    monkeypatch.setattr(module, "run_search", made.run_search)
+    monkeypatch.setattr(module, "joined", lambda look, rest: rest)
+    monkeypatch.setattr(module.Outputs, "write_files", lambda *_: None)
+    return made
 
 
-def test_a_short_look_that_surely_loses_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_look_that_surely_loses_is_all_there_is(loads: Loads) -> None:
     """A quarter of the load; the note says why. Its metrics are those of the look."""
-    loads = Loads(monkeypatch, {"goodput_per_s": 50.0, "p99_ms": 200.0})
-    found = measured(tmp_path, goal=Goal("p99_ms", "min"), to_beat=100.0)
+    found = loads.measured({"goodput_per_s": 50.0, "p99_ms": 200.0}, goal=Goal("p99_ms", "min"), to_beat=100.0)
     assert [each.duration_s for each in loads.given] == [4.0]
     assert found.outcome.metrics["p99_ms"] == 200.0
     assert found.notes == ("short: p99_ms 200 will not beat the best's 100",)
 
 
 @pytest.mark.parametrize("to_beat", [None, 150.0])
-def test_what_may_win_and_what_is_compared_with_runs_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_beat: float | None
-) -> None:
+def test_what_may_win_and_what_is_compared_with_runs_to_its_end(loads: Loads, to_beat: float | None) -> None:
     """In two parts or in one; the parts make the whole, and differ in their arrivals."""
-    loads = Loads(monkeypatch, {"goodput_per_s": 50.0, "p99_ms": 200.0})
-    measured(tmp_path, goal=Goal("p99_ms", "min"), to_beat=to_beat)
+    loads.measured({"goodput_per_s": 50.0, "p99_ms": 200.0}, goal=Goal("p99_ms", "min"), to_beat=to_beat)
     assert sum(each.duration_s for each in loads.given) == 16.0
     assert len({each.seed for each in loads.given}) == len(loads.given) == (1 if to_beat is None else 2)
 
 
-@pytest.mark.parametrize(("basis", "cost"), [("reserved", RESERVED_CORES), ("used", 1.5)])
-def test_both_costs_are_told_and_the_basis_is_paid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, basis: str, cost: float
-) -> None:
-    """Used are processor seconds per second of the load that counts."""
-    Loads(monkeypatch, {"goodput_per_s": 50.0})
-    found = measured(tmp_path, prices=Prices.model_validate({"basis": basis, "core": 1.0, "gib": 0.0})).outcome.metrics
-    assert found["reserved_cost_per_hour"] == pytest.approx(RESERVED_CORES)
-    assert found["used_cost_per_hour"] == pytest.approx(1.5)
+@pytest.mark.parametrize(("basis", "cost"), [("reserved", 1.51), ("used", 2.51)])
+def test_both_costs_are_told_and_the_basis_is_paid(loads: Loads, basis: str, cost: float) -> None:
+    """Used are processor seconds per second of the load that counts. Memory is as measured, GPUs as reserved."""
+    prices = Prices.model_validate({"basis": basis, "core": 1.0, "gpu": 4.0, "gib": 0.01})
+    found = loads.measured({"goodput_per_s": 50.0}, prices=prices).outcome.metrics
+    assert (found["reserved_cores"], found["cpu_cores"], found["memory_gib"]) == (0.5, 1.5, 1.0)
+    assert found["reserved_cost_per_hour"] == pytest.approx(1.51)
+    assert found["used_cost_per_hour"] == pytest.approx(2.51)
     assert found["cost_per_hour"] == pytest.approx(cost)
     assert found["goodput_per_cost"] == pytest.approx(50.0 * 3600.0 / cost)
 
 
-def test_a_search_knows_what_to_expect_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_knows_what_to_expect_and_what_it_needs(loads: Loads) -> None:
     """The goodput per cost to beat, times its own cost; what others are compared with is whole and needs nothing."""
-    loads = Loads(monkeypatch, {"goodput_per_s": 50.0})
-    goal = Goal("goodput_per_cost", "max")
-    measured(tmp_path, search=True, goal=goal, to_beat=360_000.0, expected_per_s=40.0)
-    measured(tmp_path, search=True, goal=goal)
-    assert loads.needed == [pytest.approx(100.0 * RESERVED_CORES), 0.0]
+    shows, goal = {"goodput_per_s": 50.0}, Goal("goodput_per_cost", "max")
+    loads.measured(shows, search=True, goal=goal, to_beat=360_000.0, expected_per_s=40.0)
+    loads.measured(shows, search=True, goal=goal)
+    assert loads.needed == [pytest.approx(100.0 * RESERVED.cores), 0.0]
     assert [how["expected_per_s"] for how in loads.searched] == [40.0, 0.0]
     assert [how["whole"] for how in loads.searched] == [False, True]
 
 
 @pytest.mark.parametrize(("slo_met", "early", "held"), [(True, "", 1.0), (False, "", 0.0), (True, "it cannot", 0.0)])
-def test_a_rate_that_is_offered_replaces_the_scenarios_and_is_held_or_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slo_met: bool, early: str, held: float
-) -> None:
-    """One whole run, no search; a run that was ended early has missed."""
-    loads = Loads(monkeypatch, {"goodput_per_s": 70.0})
-    monkeypatch.setattr(module.Outputs, "write_files", lambda *_: None)
-
-    def run_given(scenario: Scenario, _watch: object) -> LoadResult:
-        loads.given.append(scenario)
-        return ran({"goodput_per_s": 70.0}, slo_met=slo_met, early=early)
-
-    monkeypatch.setattr(module, "run_given", run_given)
-    found = measured(tmp_path, rate_per_s=70.0)
+def test_a_rate_that_is_offered_is_held_or_missed(loads: Loads, slo_met: bool, early: str, held: float) -> None:
+    """It replaces the scenarios'. One whole run, no search; a run that was ended early has missed."""
+    found = loads.measured({"goodput_per_s": 70.0}, slo_met=slo_met, early=early, rate_per_s=70.0)
     assert [(each.arrivals.rate_per_s, each.duration_s) for each in loads.given] == [(70.0, 16.0)]
     assert found.outcome.metrics[SLO_MET] == held
 
 
-def test_a_rate_that_is_offered_and_not_answered_at_all_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rate_that_is_offered_and_not_answered_at_all_is_a_failure(loads: Loads) -> None:
     """Whether the SLO held is no metric of a load without one."""
-    Loads(monkeypatch, {})
-    assert measured(tmp_path, rate_per_s=70.0).outcome.failure is FailureKind.TIME_OUT
+    assert loads.measured({}, rate_per_s=70.0).outcome.failure is FailureKind.TIME_OUT

@@ -7,8 +7,6 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-import yaml
-from fastapi import APIRouter
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
@@ -59,7 +57,13 @@ def client(desk):
 def at_work(desk):
     """The desk works in a thread meanwhile."""
     done = threading.Event()
-    thread = threading.Thread(target=desk.work, args=(done.is_set,))
+
+    def work():
+        while not done.is_set():
+            if not desk.work_once(done.is_set):
+                done.wait(0.01)
+
+    thread = threading.Thread(target=work)
     thread.start()
     try:
         yield
@@ -91,12 +95,14 @@ def error_of(answer):
 
 
 def test_a_job_is_taken_worked_on_and_told(desk, client):
-    """202 with its address, then queued, then finished with a recommendation by the names that plait.yaml knows."""
+    """202 with its address, then queued, then finished with a recommendation by the names that plait.yaml knows. There
+    is a report all the time, with a policy of its own."""
     answer = posted(client)
     assert answer.status_code == 202
     job = answer.json()
     assert answer.headers["location"] == f"{URL}/{job['id']}"
     assert (job["object"], job["status"], job["tenant"]) == ("tuning.job", "queued", "ops")
+    assert "Not begun" in client.get(f"{URL}/{job['id']}/report", headers=BOSS).text
     assert desk.work_once(never)
     found = client.get(f"{URL}/{job['id']}", headers=BOSS).json()
     assert found["status"] == "finished"
@@ -107,14 +113,10 @@ def test_a_job_is_taken_worked_on_and_told(desk, client):
     assert listed["object"] == "list"
     assert [each["id"] for each in listed["data"]] == [job["id"]]
     assert "state" not in listed["data"][0]
-
-
-def test_json_is_as_good_as_yaml(client):
-    """With its own content type; and the newest job is listed first."""
-    first = started(client)
-    headers = {**BOSS, "content-type": "application/json; charset=utf-8"}
-    second = posted(client, json.dumps(yaml.safe_load(SHORT)), headers).json()["id"]
-    assert [each["id"] for each in client.get(URL, headers=BOSS).json()["data"]] == [second, first]
+    page = client.get(f"{URL}/{job['id']}/report", headers=BOSS)
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith(POLICY)
+    assert "All measurements" in page.text
 
 
 def test_a_job_tunes_the_server_that_it_was_sent_to(tmp_path, client):
@@ -124,18 +126,6 @@ def test_a_job_tunes_the_server_that_it_was_sent_to(tmp_path, client):
     assert store.spec.target.config == str(path)
     assert path.read_text() == CONFIG
     assert store.spec.library == str(tmp_path / "jobs" / "library.journal")
-
-
-def test_the_report_is_a_page_with_its_own_policy(desk, client):
-    """Also before the job has begun."""
-    job_id = started(client)
-    early = client.get(f"{URL}/{job_id}/report", headers=BOSS)
-    assert "Not begun" in early.text
-    desk.work_once(never)
-    page = client.get(f"{URL}/{job_id}/report", headers=BOSS)
-    assert page.headers["content-type"].startswith("text/html")
-    assert page.headers["content-security-policy"].startswith(POLICY)
-    assert "All measurements" in page.text
 
 
 # ---- events ----------------------------------------------------------------------------------------------------------
@@ -217,19 +207,19 @@ def test_only_admins_may_tune(client):
 
 
 def test_the_documents_first_job_is_one(client):
-    """Interactive documentation shows it, to be sent as it is."""
+    """Interactive documentation shows it, to be sent as it is, in JSON. The newest job is listed first."""
+    first = started(client)
     document = client.get("/openapi.json", headers=BOSS).json()
     job = document["paths"][URL]["post"]["requestBody"]["content"]["application/json"]["example"]
-    assert client.post(URL, json=job, headers={"authorization": BOSS["authorization"]}).status_code == 202
+    headers = {**BOSS, "content-type": "application/json; charset=utf-8"}
+    second = posted(client, json.dumps(job), headers).json()["id"]
+    assert [each["id"] for each in client.get(URL, headers=BOSS).json()["data"]] == [second, first]
 
 
-@pytest.mark.parametrize("job_id", ["absent", "..", "%2e%2e%2fother", "a" * 500, "demo-0001%2f..%2fx"])
-def test_an_unknown_job_is_not_found(client, job_id):
-    """Whatever its name tries."""
-    started(client)
-    for path in (f"{URL}/{job_id}", f"{URL}/{job_id}/report", f"{URL}/{job_id}/events"):
-        assert client.get(path, headers=BOSS).status_code in (307, 404)
-    assert error_of(client.get(f"{URL}/absent", headers=BOSS)) == (404, "job_not_found", None)
+def test_an_unknown_job_is_not_found(client):
+    """Whatever is asked of it, and however long its name."""
+    for path in ("absent", "absent/report", "absent/events", "a" * 500):
+        assert error_of(client.get(f"{URL}/{path}", headers=BOSS)) == (404, "job_not_found", None)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +230,7 @@ def test_an_unknown_job_is_not_found(client, job_id):
         ("", "a job is a mapping"),
         ("[" * 5000, "nested more than"),
         (job_text(knobs={}), "knobs"),
-        (job_text(objective="more"), "cannot be read"),
-        (job_text(limits=["p99_ms <= 5", "p99_ms >= 9"]), "contradict"),
         (job_text(constraints=["replicas * batch <= 0"]), "the space is empty"),
-        (job_text(designer={"name": "nobody"}), "nobody"),
         ("a: &a [x]\nb: *a\n", "anchors"),
     ],
 )
@@ -317,13 +304,12 @@ def test_a_job_sets_what_is_harmless(client, settings):
 
 
 def test_a_scenario_file_is_refused_before_it_is_read(client, tmp_path):
-    """By its place in the list, whether or not the file exists; a built-in name is fine."""
+    """By its place in the list, whether or not the file exists."""
     (tmp_path / "load.yaml").write_text("secret: 1\n")
     for path in (str(tmp_path / "load.yaml"), "/absent.yaml"):
         answer = posted(client, job_text(scenarios=[path]))
         assert error_of(answer) == (400, "invalid_job", "scenarios.0")
         assert "secret" not in answer.text
-    assert posted(client, job_text(scenarios=["smoke"])).status_code == 202
 
 
 def test_a_live_job_runs_where_the_server_allows_it(tmp_path):
@@ -341,7 +327,6 @@ def test_a_live_job_runs_where_the_server_allows_it(tmp_path):
 def test_bodies_of_other_kinds_are_refused(client):
     """A type that a foreign web page could send, one too large, one that is no text."""
     assert error_of(posted(client, headers={**BOSS, "content-type": "text/plain"}))[0] == 415
-    assert error_of(posted(client, headers=BOSS))[0] == 415
     assert error_of(posted(client, "#" * (MAX_JOB_BYTES + 1)))[:2] == (413, "body_too_large")
     assert error_of(posted(client, b"\xff\xfe"))[:2] == (400, "invalid_job")
 
@@ -361,18 +346,13 @@ def test_a_queue_has_an_end(client, monkeypatch):
 
 def test_of_many_jobs_few_are_in_memory(client, monkeypatch):
     """Those that were looked at last; the others are read again when they are asked for."""
-    read = []
-    open_one = JobStore.open
+    monkeypatch.setattr("plait.tuning.service.job_queue._KEPT_OPEN", 2)
+    read, open_one = [], JobStore.open
     monkeypatch.setattr(JobStore, "open", lambda folder: read.append(folder.name) or open_one(folder))
-    ids = []
-    for _ in range(60):
-        ids.append(posted(client).json()["id"])
-        assert client.post(f"{URL}/{ids[-1]}/cancel", headers=BOSS).status_code == 200
+    ids = [started(client) for _ in range(3)]
     for job_id in (*ids, ids[0], ids[0]):
-        assert client.get(f"{URL}/{job_id}", headers=BOSS).json()["status"] == "cancelled"
-    assert len(read) >= 60 - 40
-    assert read.count(ids[0]) == 2
-    assert read[-1] == ids[0]
+        assert client.get(f"{URL}/{job_id}", headers=BOSS).json()["status"] == "queued"
+    assert read == [*ids, ids[0]]
 
 
 def test_the_same_token_is_the_same_job(desk):
@@ -440,7 +420,6 @@ def test_a_desk_that_stops_leaves_its_job_for_the_next(tmp_path):
     with at_work(desk):
         wait_for(lambda: len(desk.job(job_id)["state"]["rows"]) > 1)
     assert desk.job(job_id)["status"] == "queued"
-    assert not desk.idle
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
@@ -464,12 +443,3 @@ def test_the_ingress_adds_the_routes(desk):
     ingress = Ingress(None, HttpSettings, routers=lambda _: (tuning_router(LocalTuningService(desk)),))
     client = TestClient(ingress.__serve_build_asgi_app__())
     assert client.get(URL).json() == {"object": "list", "data": []}
-
-
-def test_without_tuning_there_are_no_routes():
-    """404, as any other path; other routers can be added beside."""
-    other = APIRouter()
-    other.get("/other")(lambda: {"ok": True})
-    client = TestClient(create_app(None, HttpSettings(), routers=(other,)))
-    assert client.get(URL).status_code == 404
-    assert client.get("/other").json() == {"ok": True}
