@@ -62,6 +62,17 @@ def test_plait_and_diffusers_read_the_same_lora(base, spelling, tmp_path):
             modules[ref.component].get_submodule(ref.module).weight.data.copy_(weight)
 
 
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
+    """A file is the same for the same seed, and differs for another."""
+    one, again, other = (
+        write(FamilyName.SD15, tmp_path / f"{i}.safetensors", spelling=LoraSpelling.KOHYA, seed=seed).read_bytes()
+        for i, seed in enumerate((1, 1, 2))
+    )
+    assert one == again
+    assert len(one) == len(other)
+    assert one != other
+
+
 def test_mistakes_are_named(tmp_path):
     """A rank that cannot be, a ControlNet, and a file that is there."""
     path = tmp_path / "lora.safetensors"

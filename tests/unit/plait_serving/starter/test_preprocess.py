@@ -70,6 +70,13 @@ def test_edges_drop_weak_lines_without_a_strong_end():
     assert edge_mask(fading)[14:18, 52:60].any(axis=0).all()
 
 
+def test_edge_picture_is_black_and_white():
+    """The control image holds 0 and 255 only, alike in the three channels."""
+    made = edges(square())
+    assert set(np.unique(made)) == {0, 255}
+    assert np.array_equal(made[..., 0], made[..., 2])
+
+
 def test_colors_and_pixel_are_flat_in_blocks_and_stay_when_repeated():
     """``colors`` is flat in 4x4 and ``pixel`` in 8x8 blocks, and doing it twice changes nothing."""
     image = np.random.default_rng(3).integers(0, 256, (64, 64, 3), dtype=np.uint8)

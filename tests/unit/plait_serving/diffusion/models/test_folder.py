@@ -37,7 +37,8 @@ def test_what_is_not_served_is_logged_once_with_its_reason(tmp_path: Path, caplo
     """Whatever may be a model; a note is none."""
     outside = model(tmp_path / "outside", "secret")
     folder = tmp_path / "more"
-    model(folder, "ok")
+    for name in ("X.SAFETENSORS", "ok"):
+        model(folder, name)
     (folder / "note.txt").touch()
     reasons = {
         "dream.safetensors": "images.models names those", "OLD.CKPT": "a pickle", "out": "leads out",
@@ -54,7 +55,7 @@ def test_what_is_not_served_is_logged_once_with_its_reason(tmp_path: Path, caplo
     (folder / "gone").symlink_to(tmp_path / "gone")
     found = FolderOfModels(folder)
     for _ in range(3):
-        assert list(found.list()) == ["ok"]
+        assert list(found.list()) == ["X.SAFETENSORS", "ok"]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(reasons)
     for path, reason in reasons.items():
