@@ -6,7 +6,6 @@ with which LoRA set; it also records every call.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -193,11 +192,10 @@ def fake_samplers(request: ImageRequest, seeds: Sequence[int], shape: tuple[int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCall:
-    """One denoiser call as the fake received it: the merged set and, per request, prompt token, timestep and the sum
-    of scales that were inputs."""
+    """One denoiser call as the fake received it: the merged set and, per request, timestep and the sum of scales that
+    were inputs."""
 
     loras: LoraSet
-    prompts: tuple[float, ...]
     timesteps: tuple[int, ...]
     inputs: tuple[float, ...]
 
@@ -250,9 +248,8 @@ class FakeDenoiser:
 
     "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. `gate` (if given) is
     called before every call: tests use it to stop the compute thread at a step boundary. Files named in `taken` are
-    inputs, those in `either_way` can be inputs or merged, all others must be merged; text encoders have a merger of
-    their own, `text_merger`. `samplers` makes the sampler of a
-    request's seeds at a latent shape.
+    inputs, all others must be merged; text encoders have a merger of their own, `text_merger`. `samplers` makes the
+    sampler of a request's seeds at a latent shape.
     """
 
     safety = None
@@ -271,10 +268,8 @@ class FakeDenoiser:
         self.samplers = fake_samplers if samplers is None else samplers
         self.encoding_gate: Callable[[ImageRequest], None] | None = None
         self.taken: set[str] = set()
-        self.either_way: set[str] = set()
         self.calls: list[SeenCall] = []
         self.encoded: list[tuple[str, LoraSet]] = []
-        self.threads: set[str] = set()
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """Return one channel, an eighth of the size."""
@@ -287,8 +282,8 @@ class FakeDenoiser:
         return self.taken.issuperset(one.name for one in weights)
 
     def may_take(self, weights: Sequence[FakeWeights]) -> bool:
-        """Return whether all files are in `either_way`."""
-        return bool(self.either_way) and self.either_way.issuperset(one.name for one in weights)
+        """Return False: what is not taken is merged."""
+        return False
 
     def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> RequestSampler:
         """Return what `samplers` makes."""
@@ -300,7 +295,6 @@ class FakeDenoiser:
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Add as the class docstring describes."""
-        self.threads.add(threading.current_thread().name)
         if self.gate is not None:
             self.gate()
         codes = tuple(float(call.conditioning.text[0, 0, 0]) for call in calls)
@@ -310,7 +304,7 @@ class FakeDenoiser:
             raise ValueError("boom")
         steps = tuple(int(call.timestep) for call in calls)
         inputs = tuple(float(sum(scale for _, scale in call.loras)) for call in calls)
-        self.calls.append(SeenCall(loras=self.merger.current, prompts=codes, timesteps=steps, inputs=inputs))
+        self.calls.append(SeenCall(loras=self.merger.current, timesteps=steps, inputs=inputs))
         merged = 1.0 + sum(lora.scale for lora in self.merger.current)
         return [
             NumericalError("nan") if code == _TROUBLE["nan"] else torch.full_like(call.sample, merged + added)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.units import RequestPhase
 from plait_serving.diffusion.values import Progress
 from support.engine import Rig, request
+from support.waiting import wait_for
 
 TABLES = {
     "starter model on two cores": lambda rows: 0.010 + 0.0056 * rows,
@@ -50,17 +50,12 @@ class Virtual:
 
     def wait_for_decodes(self):
         """Return when all that was stepped is decoded: it takes no virtual time, but that of the host."""
-        until_s = time.monotonic() + 60.0
-        while any(job.phase is RequestPhase.DECODING for job in list(self.rig.engine._registry._open)):
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
+        open_jobs = self.rig.engine._registry._open
+        wait_for(lambda: not any(job.phase is RequestPhase.DECODING for job in list(open_jobs)))
 
     def wait_until_idle(self, timeout_s):
         """Return when no request is open."""
-        until_s = time.monotonic() + timeout_s
-        while not self.rig.engine.is_idle:
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
+        wait_for(lambda: self.rig.engine.is_idle, timeout_s)
 
     def ask(self, name, tenant, **more):
         """Submit; return what will hold the seconds until its last step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from fakes.engine import (
     EveryBatchPays,
     FakeDenoiser,
@@ -102,8 +104,9 @@ def request(prompt="x", **more) -> ImageRequest:
     return ImageRequest(prompt=prompt, **fields)
 
 
-def rigs():
-    """Yield `build(**options)`, which makes a `Rig`; every one is stopped at the end. The body of a fixture."""
+@pytest.fixture
+def rig():
+    """`rig(**options)` builds a `Rig`; every one is stopped at the end."""
     made = []
 
     def build(**options):

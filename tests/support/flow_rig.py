@@ -22,7 +22,7 @@ from support.tiny import IMAGE_SIZE
 from support.tiny_flow import FlowReference, tiny_flow_lora, tiny_flux, tiny_sd3
 
 MODELS = ("sd3", "dev", "schnell", "kontext")
-_MAKE = {
+MAKE = {
     "sd3": tiny_sd3,
     "sd3-without-t5": lambda folder: tiny_sd3(folder, t5=False),
     "dev": tiny_flux,
@@ -80,7 +80,7 @@ def flow_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ) -> FlowRig:
         key = f"{name}-{dtype}-{executor}-{exact}-{apart}"
         if key not in rigs:
-            folder = _MAKE[name](tmp_path_factory.mktemp("models") / key)
+            folder = MAKE[name](tmp_path_factory.mktemp("models") / key)
             loras = write_loras(folder, tmp_path_factory.mktemp("loras"))
             settings = EngineSettings(
                 model=folder, device="cpu", dtype=dtype, lora_source=FolderSource(loras),

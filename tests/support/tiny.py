@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
@@ -86,22 +86,17 @@ def tiny_sd(
         **unet,
     }
     with seeded(seed):
-        UNet2DConditionModel(**config).to(dtype).save_pretrained(folder / "unet")
-        _vae(0.18215).to(dtype).save_pretrained(folder / "vae")
-        text_model(CLIPTextModel, tokenizer).to(dtype).save_pretrained(folder / "text_encoder")
-    _scheduler(DDIMScheduler, clip_sample=False, set_alpha_to_one=False).save_pretrained(folder / "scheduler")
-    parts = {
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "scheduler": ["diffusers", "DDIMScheduler"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "safety_checker": [None, None],
-        "feature_extractor": [None, None],
+        parts: dict[str, Any] = {
+            "unet": UNet2DConditionModel(**config).to(dtype),
+            "vae": tiny_vae(scaling_factor=0.18215).to(dtype),
+            "text_encoder": text_model(CLIPTextModel, tokenizer).to(dtype),
+        }
+    parts |= {
+        "scheduler": _scheduler(DDIMScheduler, clip_sample=False, set_alpha_to_one=False),
+        "tokenizer": CLIP_TOKENIZER,
+        **(_safety_checker(folder, seed) if safety_checker else {"safety_checker": NO, "feature_extractor": NO}),
     }
-    if safety_checker:
-        parts |= _safety_checker(folder, seed)
-    return write_index(folder, "StableDiffusionPipeline", parts, requires_safety_checker=safety_checker)
+    return write_parts(folder, "StableDiffusionPipeline", parts, requires_safety_checker=safety_checker)
 
 
 def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:
@@ -125,33 +120,29 @@ def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:
         **unet,
     }
     with seeded(seed):
-        UNet2DConditionModel(**config).save_pretrained(folder / "unet")
-        _vae(0.13025, force_upcast=True).save_pretrained(folder / "vae")
-        text_model(CLIPTextModel, tokenizer).save_pretrained(folder / "text_encoder")
-        text_model(CLIPTextModelWithProjection, tokenizer).save_pretrained(folder / "text_encoder_2")
-    _scheduler(EulerDiscreteScheduler, timestep_spacing="leading").save_pretrained(folder / "scheduler")
-    parts = {
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "scheduler": ["diffusers", "EulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "tokenizer_2": ["transformers", "CLIPTokenizer"],
+        parts: dict[str, Any] = {
+            "unet": UNet2DConditionModel(**config),
+            "vae": tiny_vae(scaling_factor=0.13025, force_upcast=True),
+            "text_encoder": text_model(CLIPTextModel, tokenizer),
+            "text_encoder_2": text_model(CLIPTextModelWithProjection, tokenizer),
+        }
+    parts |= {
+        "scheduler": _scheduler(EulerDiscreteScheduler, timestep_spacing="leading"),
+        "tokenizer": CLIP_TOKENIZER,
+        "tokenizer_2": CLIP_TOKENIZER,
     }
-    return write_index(folder, "StableDiffusionXLPipeline", parts, force_zeros_for_empty_prompt=True)
+    return write_parts(folder, "StableDiffusionXLPipeline", parts, force_zeros_for_empty_prompt=True)
 
 
-def _vae(scaling_factor: float, *, force_upcast: bool = False) -> AutoencoderKL:
+def tiny_vae(**config: object) -> AutoencoderKL:
+    """A tiny VAE; ``config`` adds to its own, or overrides it."""
     return AutoencoderKL(
         block_out_channels=(8, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
         norm_num_groups=4,
         sample_size=IMAGE_SIZE,
-        scaling_factor=scaling_factor,
-        force_upcast=force_upcast,
+        **{"force_upcast": False, **config},
     )
 
 
@@ -191,11 +182,20 @@ def _safety_checker(folder: Path, seed: int) -> dict[str, list[str | None]]:
     }
 
 
-def write_index(folder: Path, pipeline: str, parts: dict[str, list[str | None]], **extra: object) -> Path:
-    """Writes the file that names a folder's pipeline and parts."""
+CLIP_TOKENIZER, NO = ["transformers", "CLIPTokenizer"], [None, None]
+"""What an index says of a part that was written before, and of one that is not there."""
+
+
+def write_parts(folder: Path, pipeline: str, parts: dict[str, Any], **extra: object) -> Path:
+    """Writes the parts of a pipeline, and the index that names them."""
     import diffusers
 
-    index = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__, **extra, **parts}
+    index = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__, **extra}
+    for name, part in parts.items():
+        index[name] = part
+        if not isinstance(part, list):
+            part.save_pretrained(folder / name)
+            index[name] = [type(part).__module__.partition(".")[0], type(part).__name__]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return folder
 

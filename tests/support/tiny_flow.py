@@ -23,7 +23,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T
 from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
 from support.denoise import edits_of, fused
-from support.tiny import IMAGE_SIZE, WORDS, seeded, text_model, tiny_tokenizer, write_index
+from support.tiny import CLIP_TOKENIZER, NO, WORDS, seeded, text_model, tiny_tokenizer, tiny_vae, write_parts
 
 SHIFTS = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 16, "max_image_seq_len": 256}
 """Bounds of so few tokens that tiny images lie between them."""
@@ -52,23 +52,18 @@ def tiny_sd3(
     clip = tiny_tokenizer(folder / "tokenizer")
     tiny_tokenizer(folder / "tokenizer_2", pad_token="!")
     with seeded(seed):
-        SD3Transformer2DModel(**config).to(dtype).save_pretrained(folder / "transformer")
-        _vae(1.5305, 0.0609).to(dtype).save_pretrained(folder / "vae")
-        text_model(CLIPTextModelWithProjection, clip).to(dtype).save_pretrained(folder / "text_encoder")
-        text_model(CLIPTextModelWithProjection, clip).to(dtype).save_pretrained(folder / "text_encoder_2")
-        if t5:
-            _t5(tiny_t5_tokenizer(folder / "tokenizer_3"), 72).to(dtype).save_pretrained(folder / "text_encoder_3")
-    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(folder / "scheduler")
-    parts = {
-        **_parts("SD3Transformer2DModel"),
-        "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
-        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "tokenizer_2": ["transformers", "CLIPTokenizer"],
-        "text_encoder_3": ["transformers", "T5EncoderModel"] if t5 else [None, None],
-        "tokenizer_3": ["transformers", "T5TokenizerFast"] if t5 else [None, None],
-    }
-    return write_index(folder, "StableDiffusion3Pipeline", parts)
+        parts: dict[str, Any] = {
+            "transformer": SD3Transformer2DModel(**config).to(dtype),
+            "vae": _vae(1.5305, 0.0609).to(dtype),
+            "text_encoder": text_model(CLIPTextModelWithProjection, clip).to(dtype),
+            "text_encoder_2": text_model(CLIPTextModelWithProjection, clip).to(dtype),
+            "text_encoder_3": _t5(tiny_t5_tokenizer(folder / "tokenizer_3"), 72).to(dtype) if t5 else NO,
+        }
+    parts |= {
+        **_NOT_READ, "tokenizer": CLIP_TOKENIZER, "tokenizer_2": CLIP_TOKENIZER,
+        "tokenizer_3": T5_TOKENIZER if t5 else NO, "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }  # fmt: skip
+    return write_parts(folder, "StableDiffusion3Pipeline", parts)
 
 
 def tiny_flux(
@@ -89,45 +84,27 @@ def tiny_flux(
     }  # fmt: skip
     clip = tiny_tokenizer(folder / "tokenizer")
     with seeded(seed):
-        FluxTransformer2DModel(**config).to(dtype).save_pretrained(folder / "transformer")
-        _vae(0.3611, 0.1159).to(dtype).save_pretrained(folder / "vae")
-        text_model(CLIPTextModel, clip).to(dtype).save_pretrained(folder / "text_encoder")
-        _t5(tiny_t5_tokenizer(folder / "tokenizer_2"), 32).to(dtype).save_pretrained(folder / "text_encoder_2")
+        parts: dict[str, Any] = {
+            "transformer": FluxTransformer2DModel(**config).to(dtype),
+            "vae": _vae(0.3611, 0.1159).to(dtype),
+            "text_encoder": text_model(CLIPTextModel, clip).to(dtype),
+            "text_encoder_2": _t5(tiny_t5_tokenizer(folder / "tokenizer_2"), 32).to(dtype),
+        }
     shift = {"shift": 3.0, "use_dynamic_shifting": True, **SHIFTS} if guidance else {"shift": 1.0}
-    FlowMatchEulerDiscreteScheduler(**shift).save_pretrained(folder / "scheduler")
-    parts = {
-        **_parts("FluxTransformer2DModel"),
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "text_encoder_2": ["transformers", "T5EncoderModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "tokenizer_2": ["transformers", "T5TokenizerFast"],
-    }
-    return write_index(folder, "FluxKontextPipeline" if kontext else "FluxPipeline", parts)
+    parts |= {
+        **_NOT_READ, "tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER,
+        "scheduler": FlowMatchEulerDiscreteScheduler(**shift),
+    }  # fmt: skip
+    return write_parts(folder, "FluxKontextPipeline" if kontext else "FluxPipeline", parts)
 
 
-def _parts(transformer: str) -> dict[str, list[str | None]]:
-    return {
-        "transformer": ["diffusers", transformer],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "image_encoder": [None, None],
-        "feature_extractor": [None, None],
-    }
+T5_TOKENIZER = ["transformers", "T5TokenizerFast"]
+_NOT_READ = {"image_encoder": NO, "feature_extractor": NO}
 
 
 def _vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
-    return AutoencoderKL(
-        block_out_channels=(8, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=16,
-        norm_num_groups=4,
-        sample_size=IMAGE_SIZE,
-        scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    scaled = {"scaling_factor": scaling_factor, "shift_factor": shift_factor, "force_upcast": True}
+    return tiny_vae(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False, **scaled)
 
 
 def _t5(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:

@@ -22,15 +22,3 @@ def test_the_collector_rests_within_the_context_only():
         raise ImportError
     assert gc.isenabled()
     gc.unfreeze()
-
-
-def test_a_collector_that_was_off_stays_off():
-    """Somebody else's choice."""
-    gc.disable()
-    try:
-        with importing():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-        gc.unfreeze()

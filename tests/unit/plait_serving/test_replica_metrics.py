@@ -15,7 +15,6 @@ from plait_serving.replica_metrics import (
     exposition,
     family,
     tenant_families,
-    this_process,
 )
 from support.names import ODD_NAMES
 from support.prometheus import found, total
@@ -78,11 +77,6 @@ def test_names_of_models_are_labels_as_they_are() -> None:
     names = [*ODD_NAMES, "a\u2028b", "a\\nb", "a\nb", "plait_x{"]
     made = [family("plait_x", "X", {(name,): i for i, name in enumerate(names)}, "model")]
     assert [total(labelled("r", made), "plait_x", model=name) for name in names] == list(range(len(names)))
-
-
-def test_a_process_has_one_name() -> None:
-    """Its number may come back, so the name has more."""
-    assert this_process() == this_process()
 
 
 def used(replica: str, **images: float) -> dict[tuple[str, str, str], float]:

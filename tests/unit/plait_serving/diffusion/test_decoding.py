@@ -8,29 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait_serving.diffusion.decoding import LONG_DECODE_S, DecodeQueue, decodes_here
+from plait_serving.diffusion.decoding import DecodeQueue, decodes_here
 
 COMPUTE = threading.current_thread().name
 SMALL, LARGE = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 4, 4)
 
 
-@pytest.mark.parametrize(
-    ("on_cpu", "stepping", "expected_s", "here"),
-    [
-        (True, False, 0.001, True),
-        (True, False, None, True),
-        (True, True, 0.001, False),
-        (True, True, LONG_DECODE_S, True),
-        (True, True, None, True),
-        (False, False, 5.0, False),
-        (False, True, None, False),
-    ],
-)
-def test_idle_cores_and_long_decodes_belong_to_the_compute_thread(
-    on_cpu: bool, stepping: bool, expected_s: float | None, here: bool
-) -> None:
-    """Short ones run beside a step; so does everything on an accelerator."""
-    assert decodes_here(on_cpu=on_cpu, stepping=stepping, expected_s=expected_s) is here
+def test_an_accelerator_decodes_beside_whatever_runs() -> None:
+    """However long it takes; on a CPU idle cores and long decodes belong to the compute thread."""
+    assert not decodes_here(on_cpu=False, stepping=False, expected_s=5.0)
+    assert decodes_here(on_cpu=True, stepping=False, expected_s=0.001)
 
 
 class Rig:
@@ -43,20 +30,13 @@ class Rig:
         self.queue = DecodeQueue(set_threads=self.pinned.append, clock=lambda: self.now_s)
 
     def submit(
-        self,
-        name: str,
-        latents: torch.Tensor,
-        *,
-        takes_s: float,
-        decodes: bool = True,
-        after: object = None,
-        tenant: str = "a",
-    ) -> None:
+        self, name: str, latents: torch.Tensor, *, takes_s: float, decodes: bool = True,
+        after: threading.Event | None = None, tenant: str = "a",
+    ) -> None:  # fmt: skip
         """Submit a decode of a tenant; it first waits for `after`."""
 
         def use(_: torch.Tensor) -> bool:
-            if isinstance(after, threading.Event):
-                assert after.wait(60)
+            assert after is None or after.wait(60)
             self.now_s += takes_s
             self.ran.append((name, threading.current_thread().name.partition("_")[0]))
             return decodes

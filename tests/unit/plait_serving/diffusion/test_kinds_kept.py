@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -17,10 +16,9 @@ from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.values import Edit, ImageRequest
-from support.engine import Rig, request, rigs
+from support.engine import request
 
 KEPT = 1_024
-SIZES = [(8 * (1 + i % 64), 8 * (1 + i // 64)) for i in range(3_000)]
 
 
 def of_size(width: int, height: int) -> ImageRequest:
@@ -92,28 +90,6 @@ def test_the_nearest_kind_is_the_one_that_a_look_at_all_finds() -> None:
             nearest = min(seen, key=lambda kind: abs(math.log(wanted / kind)))
             scale = wanted / nearest
             assert forecast.decode_s(of_size(width, height)) == pytest.approx(seen[nearest] * min(scale, scale**0.5))
-
-
-@pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
-    """`rig(**options)` builds a `Rig`; every one is stopped at the end."""
-    yield from rigs()
-
-
-def test_what_waits_is_looked_at_by_its_own_kind(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a submit nor a step with a deadline looks through what other sizes took."""
-    built = rig(clock=lambda: 0.0)
-    (model,) = built.engine.pool.models.values()
-    for width, height in SIZES:
-        for _ in range(3):
-            model.costs.record(group_of(width, height), 1, 1e-9)
-        model.forecast.charged_step(size_of(of_size(width, height)), 1e-9)
-        model.forecast.charged_decode(width * height, 1e-9)
-    looked_at, work = [], StepKind.work.fget
-    monkeypatch.setattr(StepKind, "work", property(lambda kind: looked_at.append(kind) or work(kind)))
-    width, height = SIZES[-1]
-    assert built.ask(width=width, height=height, steps=9, deadline_s=1.0).result().images
-    assert looked_at == []
 
 
 def test_decodes_of_a_thousand_sizes_are_remembered() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 import torch
@@ -98,11 +97,3 @@ def test_other_threads_keep_their_number_of_threads(tiny_sd_folder):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-def test_progress_tells_bytes_and_seconds(tiny_sd_folder, caplog):
-    """One line a part."""
-    with caplog.at_level(logging.INFO, "plait_serving"):
-        load_module(UNet2DConditionModel, find_weights(tiny_sd_folder / "unet"), torch.float32, CPU)
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("unet: 0.00 GB in ")

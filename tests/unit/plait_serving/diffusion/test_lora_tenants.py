@@ -14,7 +14,7 @@ import pytest
 
 from fakes.lora_source import DelayedSource
 from fakes.virtual_engine import Virtual
-from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, Overloaded
+from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import FolderSource
@@ -95,22 +95,20 @@ class World(Virtual):
 
 
 @pytest.fixture
-def world(tmp_path):
-    """`world(**engine)`; it is stopped at the end."""
-    made = []
+def world(request, tmp_path):
+    """A `World` with an engine of the parameters; it is stopped at the end."""
+    made = World(tmp_path, **getattr(request, "param", {}))
+    yield made
+    made.go()
+    made.rig.engine.stop(drain_s=0)
 
-    def build(**engine):
-        made.append(World(tmp_path, **engine))
-        return made[-1]
 
-    yield build
-    for one in made:
-        one.go()
-        one.rig.engine.stop(drain_s=0)
+OF_ONE = pytest.mark.parametrize("world", [{"queue_limit": 1}], indirect=True)
+"""An engine with room for one request."""
 
 
 def flood(world, tenants, requests=1, letters="abc", steps=1000):
-    """Requests of seven LoRAs: of several tenants with sets of their own, or several of one."""
+    """Requests of seven LoRAs: of several tenants with sets of their own, or several of world."""
     for i in range(max(tenants, requests)):
         tenant = Tenant(name=f"flood{i % tenants}")
         world.send(f"flood-{i}", tenant, loras(letters[i % len(letters)], BUDGET), steps=steps)
@@ -120,18 +118,17 @@ def flood(world, tenants, requests=1, letters="abc", steps=1000):
 def test_a_set_of_one_lora_does_not_wait_for_a_thousand_steps(world, tenants, requests):
     """One, three and sixteen attackers, of one tenant and as three: at most three times its usual time,
     each time that it comes."""
-    one = world()
     done = []
 
     def come():
         name = f"victim-{len(done)}"
         done.append(name)
-        one.send(name, VICTIM, loras("v"), steps=STEPS)
+        world.send(name, VICTIM, loras("v"), steps=STEPS)
 
-    flood(one, tenants, requests)
+    flood(world, tenants, requests)
     for call in (20, 60, 85, 110):
-        one.at[call] = come
-    ends = one.wait(*(f"victim-{i}" for i in range(4)))
+        world.at[call] = come
+    ends = world.wait(*(f"victim-{i}" for i in range(4)))
     assert max(seconds for seconds, _ in ends) <= 3 * STEPS
     assert [event.result.images[0].dtype.name for _, event in ends] == ["uint8"] * 4
 
@@ -139,28 +136,26 @@ def test_a_set_of_one_lora_does_not_wait_for_a_thousand_steps(world, tenants, re
 def test_short_requests_beside_a_thousand_steps_get_no_turns_between_the_steps_of_who_comes(world):
     """The thousand steps wait for room, and the other requests of their tenant are no shorter for that: who comes has
     its first request ahead of them."""
-    one = world()
-    flood(one, 1)
+    flood(world, 1)
 
     def come():
         for i in range(10):
-            one.send(f"short-{i}", Tenant(name="flood0"), (), steps=1)
-        one.send("victim", VICTIM, loras("v"), steps=STEPS)
+            world.send(f"short-{i}", Tenant(name="flood0"), (), steps=1)
+        world.send("victim", VICTIM, loras("v"), steps=STEPS)
 
-    one.at[20] = come
-    [(seconds, _)] = one.wait("victim")
+    world.at[20] = come
+    [(seconds, _)] = world.wait("victim")
     assert seconds <= STEPS + 2
 
 
 def test_no_tenant_holds_more_than_its_share_while_another_waits_for_its_own(world):
     """One tenant's seven sets of one LoRA, seven more behind them; another comes with five. From the next step on the
     other has three of seven, which is what fits into half, as long as both have more than that to do."""
-    one = world()
     for i, letter in enumerate("aaaaaaabbbbbbb"):
-        one.send(f"flood-{i}", Tenant(name="flood"), (LoraRef(name=f"{letter}{i % 7}"),), steps=40)
-    one.at[20] = lambda: [one.send(f"v{i}", VICTIM, (LoraRef(name=f"v{i}"),), steps=40) for i in range(5)]
-    one.wait("v0", "v1")
-    before, arrives, after = one.seen[1:20], one.seen[20:24], one.seen[24:]
+        world.send(f"flood-{i}", Tenant(name="flood"), (LoraRef(name=f"{letter}{i % 7}"),), steps=40)
+    world.at[20] = lambda: [world.send(f"v{i}", VICTIM, (LoraRef(name=f"v{i}"),), steps=40) for i in range(5)]
+    world.wait("v0", "v1")
+    before, arrives, after = world.seen[1:20], world.seen[20:24], world.seen[24:]
     assert {held["flood"] for held, _ in before} == {7}  # alone, a tenant uses all of it
     assert arrives[-1][0]["victim"] == 3
     both = [held for held, waits in after if waits == {"flood", "victim"}]
@@ -172,120 +167,90 @@ def test_no_tenant_holds_more_than_its_share_while_another_waits_for_its_own(wor
 
 def test_shares_go_by_weight(world):
     """Of seven, a tenant of weight six has six."""
-    one = world()
     heavy, light = Tenant(name="heavy", weight=6.0), Tenant(name="light", weight=1.0)
     for i in range(7):
-        one.send(f"light-{i}", light, (LoraRef(name=f"a{i}"),), steps=100)
-    one.at[10] = lambda: [one.send(f"heavy-{i}", heavy, (LoraRef(name=f"b{i}"),), steps=100) for i in range(7)]
-    one.wait("heavy-0")
-    held = one.seen[25][0]
+        world.send(f"light-{i}", light, (LoraRef(name=f"a{i}"),), steps=100)
+    world.at[10] = lambda: [world.send(f"heavy-{i}", heavy, (LoraRef(name=f"b{i}"),), steps=100) for i in range(7)]
+    world.wait("heavy-0")
+    held = world.seen[25][0]
     assert (held["light"], held["heavy"]) == (1, 6)
 
 
 def test_a_set_larger_than_its_share_has_its_turns_beside_one_that_never_stops(world):
     """Seven of seven LoRAs beside a tenant that always has one in use: neither waits for ever, and who holds a seventh
     has the more time."""
-    one = world()
     count = [0]
 
     def next_one():
         count[0] += 1
-        ticket = one.rig.engine.submit(
+        ticket = world.rig.engine.submit(
             request(f"v{count[0]}", tenant=VICTIM, loras=loras("v"), steps=STEPS),
             lambda event: next_one() if isinstance(event, Progress) and event.step == event.steps - 1 else None,
         )
         assert ticket
 
     next_one()
-    one.at[5] = lambda: one.send("large", Tenant(name="large"), loras("a", BUDGET), steps=30)
-    [(seconds, _)] = one.wait("large")
+    world.at[5] = lambda: world.send("large", Tenant(name="large"), loras("a", BUDGET), steps=30)
+    [(seconds, _)] = world.wait("large")
     assert seconds < 30 * 16
-    calls = Counter("large" if held["large"] else "victim" for held, _ in one.seen)
+    calls = Counter("large" if held["large"] else "victim" for held, _ in world.seen)
     assert calls["victim"] >= 3 * calls["large"]
 
 
 def test_several_larger_than_their_shares_take_turns(world):
     """Three tenants with six requests each, of seven LoRAs and ten steps: none has to wait for all of another's. One
     that comes has a request ahead, so of 60 steps the last one has more than half when the first is done."""
-    one = world()
     for i in range(18):
-        one.send(f"{i}", Tenant(name=f"t{i % 3}"), loras("abc"[i % 3], BUDGET), steps=10)
-    one.wait(*(f"{i}" for i in range(18)))
-    holders = [name for held, _ in one.seen for name in held]
+        world.send(f"{i}", Tenant(name=f"t{i % 3}"), loras("abc"[i % 3], BUDGET), steps=10)
+    world.wait(*(f"{i}" for i in range(18)))
+    holders = [name for held, _ in world.seen for name in held]
     assert Counter(holders) == {"t0": 60, "t1": 60, "t2": 60}  # in each call, one
     first_end = next(i for i, name in enumerate(holders) if holders[: i + 1].count(name) == 60)
     assert min(Counter(holders[: first_end + 1]).values()) > 30
 
 
-def test_a_picture_that_made_room_is_the_same(world):
-    """Each step ran with the whole set, whoever came between: seed 10, 40 steps of 1 + 7 * 0.5."""
-    one = world()
-    for call in range(5, 80, 9):
-        one.at[call] = lambda call=call: one.send(f"v{call}", VICTIM, loras("v"), steps=STEPS)
-    one.send("large", Tenant(name="large"), loras("a", BUDGET), steps=40)
-    [(_, event)] = one.wait("large")
-    assert one.cache.statistics().evictions >= 8
-    assert set(event.result.images[0].flatten().tolist()) == {10 + 40 * 4.5}
-
-
 def test_a_deadline_holds_while_its_set_waits(world):
     """For room that its own tenant has, and for room that it made; nothing of it is left."""
-    one = world()
     large = Tenant(name="large")
-    one.send("first", large, loras("a", BUDGET), steps=100, deadline_s=130.0)
-    one.at[3] = lambda: one.send("second", large, loras("b", BUDGET), steps=STEPS, deadline_s=20.0)
+    world.send("first", large, loras("a", BUDGET), steps=100, deadline_s=130.0)
+    world.at[3] = lambda: world.send("second", large, loras("b", BUDGET), steps=STEPS, deadline_s=20.0)
     for call in range(10, 200, 4):
-        one.at[call] = lambda call=call: one.send(f"v{call}", VICTIM, loras("v"), steps=STEPS)
-    ends = one.wait("second", "first")
+        world.at[call] = lambda call=call: world.send(f"v{call}", VICTIM, loras("v"), steps=STEPS)
+    ends = world.wait("second", "first")
     for _, event in ends:
         assert isinstance(event.error, DeadlineMissed)
     assert "0 of 4 steps" in ends[0][1].error.message
-    with one.cache._lock:
-        assert "large" not in one.cache._policy._tenants()
+    with world.cache._lock:
+        assert "large" not in world.cache._policy._tenants()
 
 
-def test_who_leaves_while_its_set_waits_leaves_nothing(world):
-    """A client that disconnects: whoever it was to take room from keeps it."""
-    one = world()
-    one.send("large", Tenant(name="large"), loras("a", BUDGET), steps=20)
-    one.gate.wait_step()
-    ticket = one.send("v", VICTIM, loras("v"), steps=STEPS)
-    assert one.cache.statistics().waiting_sets == 1
-    ticket.cancel()
-    (_, gone), (_, event) = one.wait("v", "large")
-    assert isinstance(gone.error, Cancelled)
-    assert isinstance(event, Finished)
-    statistics = one.cache.statistics()
-    assert (statistics.waiting_sets, statistics.in_use, statistics.evictions) == (0, 0, 0)
-
-
+@OF_ONE
 def test_a_refused_request_has_touched_no_lora(world):
     """With a full queue: ten with LoRAs that nobody used so far; nothing is fetched, nothing leaves the cache."""
-    one = world(queue_limit=1)
-    one.send("before", VICTIM, loras("b", BUDGET), steps=STEPS)
-    one.wait("before")
-    one.rig.denoiser.gate = gate = Gate()
-    one.send("first", VICTIM, loras("b"), steps=STEPS)
+    world.send("before", VICTIM, loras("b", BUDGET), steps=STEPS)
+    world.wait("before")
+    world.rig.denoiser.gate = gate = Gate()
+    world.send("first", VICTIM, loras("b"), steps=STEPS)
     gate.wait_step()
     for i in range(10):
         with pytest.raises(Overloaded):
-            one.send(f"more-{i}", VICTIM, (LoraRef(name=f"a{i}"),))
-    statistics = one.cache.statistics()
+            world.send(f"more-{i}", VICTIM, (LoraRef(name=f"a{i}"),))
+    statistics = world.cache.statistics()
     gate.release_all()
-    assert sorted(one.source.fetched) == [f"b{i}" for i in range(BUDGET)]
+    assert sorted(world.source.fetched) == [f"b{i}" for i in range(BUDGET)]
     assert (statistics.misses, statistics.evictions, statistics.waiting_sets) == (BUDGET, 0, 0)
-    one.wait("first")
+    world.wait("first")
 
 
+@OF_ONE
 def test_a_request_whose_set_can_not_be_asked_for_is_not_admitted(world):
     """An error of the store's listing is the caller's, and leaves the queue as it was."""
-    one = world(queue_limit=1)
-    one.source.find, find = lambda name: {}[name], one.source.find
+    world.source.find, find = lambda name: {}[name], world.source.find
     for _ in range(3):
         with pytest.raises(KeyError):
-            one.send("broken", VICTIM, loras("v"))
-    one.source.find = find
-    one.send("whole", VICTIM, loras("v"))
-    [(_, event)] = one.wait("whole")
+            world.send("broken", VICTIM, loras("v"))
+    world.source.find = find
+    world.send("whole", VICTIM, loras("v"))
+    [(_, event)] = world.wait("whole")
     assert isinstance(event, Finished)
-    assert one.rig.engine.statistics().accepted == 1
+    assert world.rig.engine.statistics().accepted == 1

@@ -20,7 +20,6 @@ from plait_serving.diffusion.request_fields import (
     given,
     request_fields,
     whole,
-    written,
 )
 from plait_serving.diffusion.values import Edit, ImageRequest, Scheduler
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
@@ -74,11 +73,6 @@ def test_a_value_that_no_client_can_give_is_found() -> None:
     for name, value in (("steps", 10), ("share", float("nan")), ("share", 2.0)):
         with pytest.raises(ValidationError):
             declared[name].check(value)
-
-
-def test_values_are_written_as_they_read_back() -> None:
-    """Without what says nothing."""
-    assert [written(value) for value in (2.0, 0.1, 7, (3, 4), Scheduler.LCM)] == ["2", "0.1", "7", "3x4", "lcm"]
 
 
 @pytest.mark.parametrize(

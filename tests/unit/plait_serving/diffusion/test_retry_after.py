@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_there_is_room_when_a_refusal_says_so(table, steps):
     rng = random.Random(1)
     said: list[tuple[float, float]] = []
     ratios: list[float] = []
-    virtual = Virtual(table, queue_limit=LIMIT, queue_seconds=1e9)
+    virtual, over = Virtual(table, queue_limit=LIMIT, queue_seconds=1e9), threading.Event()
 
     def come():
         number = virtual.calls
@@ -37,12 +38,14 @@ def test_there_is_room_when_a_refusal_says_so(table, steps):
             said.clear()
         if number < ASKED * 20:
             virtual.at[number + 20] = come
+        else:
+            over.set()
 
     virtual.ask("first", FLOOD, steps=3)
     virtual.wait_until_idle(WAIT_S)
     virtual.at[virtual.calls + 1] = come
     virtual.ask("second", FLOOD, steps=3)
-    virtual.wait_until_idle(WAIT_S)
+    assert over.wait(WAIT_S)
     virtual.rig.engine.stop(drain_s=0)
     assert len(ratios) > ASKED / 2
     right = sum(0.499 <= ratio <= 2.0 for ratio in ratios)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.queue.shares import TenantShares
-from plait_serving.diffusion.values import Edit, ImageRequest, Scheduler, Tenant
+from plait_serving.diffusion.values import Edit, Tenant
+from support.engine import request
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 
@@ -30,12 +32,6 @@ def run(shares, waiting, seconds, *, turns, slack_s=0.0, credit_s=0.0):
     return names
 
 
-def test_time_is_shared_and_not_turns():
-    """A tenant whose steps take five times as long gets a fifth of the turns."""
-    names = run(TenantShares(), [A, B], {"a": 5.0, "b": 1.0}, turns=60)
-    assert names.count("b") == pytest.approx(50, abs=1)
-
-
 def test_shares_follow_the_weights():
     """Three times the weight is three times the time."""
     names = run(TenantShares(), [A, HEAVY], {"a": 1.0, "heavy": 1.0}, turns=80)
@@ -49,13 +45,6 @@ def test_who_comes_back_has_saved_up_nothing():
     run(shares, [A], {"a": 1.0}, turns=3600)
     names = run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=20)
     assert names.count("b") == pytest.approx(10, abs=1)
-
-
-def test_who_arrives_is_first():
-    """Behind a tenant that has used everything so far: the step that runs is all that it waits for."""
-    shares = TenantShares()
-    run(shares, [A], {"a": 1.0}, turns=1000)
-    assert run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=2) == ["b", "a"]
 
 
 def test_the_first_request_of_who_arrives_runs_before_it_shares():
@@ -118,15 +107,6 @@ def queued(*works):
     return [QueuedWork(tenant=tenant, left_s=left_s) for tenant, left_s in works]
 
 
-def test_the_queue_is_bounded_by_work_and_tells_when_there_is_room():
-    """Ten seconds of work fit; with twelve there is room in two."""
-    bounds = QueueBounds(requests=100, seconds=10.0)
-    assert wait_s(A, [], bounds) is None
-    assert wait_s(A, queued((A, 500.0)), bounds) == pytest.approx(490.0)
-    assert wait_s(A, queued(*[(A, 1.0)] * 9), bounds) is None
-    assert wait_s(A, queued(*[(A, 1.0)] * 12), bounds) == pytest.approx(2.0)
-
-
 def test_the_queue_is_bounded_by_number_too():
     """A place is free when the first of three ends: in a third of their work."""
     bounds = QueueBounds(requests=3, seconds=1000.0)
@@ -165,12 +145,7 @@ def test_a_tenants_own_bound_holds_alone():
     assert wait_s(small, queued((small, 2.5)), QueueBounds(requests=100, seconds=10.0)) == pytest.approx(0.5)
 
 
-def asked(**more):
-    fields = {
-        "request_id": "r", "prompt": "x", "width": 64, "height": 64, "steps": 10, "guidance_scale": 5.0, "seed": 0,
-        "scheduler": Scheduler.DDIM, **more,
-    }  # fmt: skip
-    return ImageRequest(**fields)
+asked = partial(request, width=64, height=64, steps=10)
 
 
 def sized(request, *, chunks):

@@ -9,18 +9,14 @@ import pytest
 from plait_serving.diffusion.errors import DeadlineMissed, Overloaded, RequestError
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.request_terms import RowKind
-from plait_serving.diffusion.values import Failed, Finished, LoraRef, Progress, Tenant
-from support.engine import WAIT_S, Gate, request, rigs
+from plait_serving.diffusion.values import LoraRef, Tenant
+from support.engine import WAIT_S, Gate, rig
+
+__all__ = ["rig"]
 
 PLAIN = GroupKey((16, 16), RowKind(16 * 16), ())
 LIMITS = BatchLimits(largest_batch=8, overtake_limit=2)
 FLOOD, OTHER = Tenant(name="flood"), Tenant(name="other")
-
-
-@pytest.fixture
-def rig():
-    """`rig(**options)` builds a `Rig`; every one is stopped at the end."""
-    yield from rigs()
 
 
 def unit(order, tenant, key=PLAIN, **more):
@@ -85,35 +81,6 @@ def test_only_the_tenant_whose_turn_it_is_can_be_overtaken():
     assert {one.tenant for one in batch} == {"other"}
     assert 0 not in overtaken_by(batch, units, "other")
     assert overtaken_by(units[2:], units, "other") == {1}
-
-
-def test_a_thousand_requests_of_one_tenant_do_not_delay_another(rig):
-    """The other's image is done when it had as many steps as it needs, each at most one step of the flood away."""
-    gate, now_s = Gate(), [0.0]
-
-    def step():
-        gate()
-        now_s[0] += 0.01
-
-    built = rig(gate=step, clock=lambda: now_s[0], largest_batch=1, queue_limit=2000)
-    flood = [built.ask(f"f{i}", steps=4, tenant=FLOOD) for i in range(1000)]
-    gate.wait_step()
-    gate.let(10)
-    stepped = []
-    before, ended = len(built.denoiser.calls), threading.Event()
-
-    def sink(event):  # on the compute thread: whoever waits for the result may be woken many steps later
-        if isinstance(event, Progress) and event.step == event.steps:
-            stepped.append(len(built.denoiser.calls) - before)
-        if isinstance(event, Finished | Failed):
-            ended.set()
-
-    built.engine.submit(request("other", steps=4, tenant=OTHER), sink)
-    gate.release_all()
-    assert ended.wait(WAIT_S)
-    assert stepped[0] <= 20
-    built.engine.stop(drain_s=0)
-    assert sum(1 for watch in flood if watch.ended.is_set()) == 1000
 
 
 def test_nothing_is_learned_from_the_warm_up(rig):

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-
 import pytest
 
-from fakes.engine import FakeProvider, size_of
+from fakes.engine import FakeProvider
 from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
-from plait_serving.diffusion.units import ImageJob, SpentSeconds, cut_into_units, heads
 from plait_serving.diffusion.values import Event, LoraRef, Progress, Scheduler, Tenant
-from support.engine import Gate, Rig, request, rigs
+from support.engine import Gate, request, rig
+
+__all__ = ["rig"]
 
 
-@pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
-    """`rig(**options)` builds a `Rig`; every one is stopped at the end."""
-    yield from rigs()
-
-
-@pytest.mark.parametrize("tenant", ["a", "b"])
-def test_it_goes_before_newcomers_for_a_step_and_with_them_from_then_on(rig, tenant) -> None:
-    """Whosever it is. Its first step is shared with nobody; eight that are tried again take theirs in turn."""
+@pytest.mark.parametrize(("tenant", "scheduler"), [("a", Scheduler.DDIM), ("b", Scheduler.DDIM), ("b", Scheduler.HEUN)])
+def test_it_goes_before_newcomers_for_a_step_and_with_them_from_then_on(rig, tenant, scheduler) -> None:
+    """Whosever it is. Its first step, of which the client hears, is shared with nobody: Heun's takes two calls. Eight
+    that are tried again take theirs in turn."""
     gate = Gate()
     built = rig(gate=gate)
     newcomers = [built.ask(str(i), steps=3, tenant=Tenant(name="a")) for i in range(48)]
     gate.wait_step()
-    tried = [built.ask("t", steps=steps, tenant=Tenant(name=tenant), tried_again_s=30.0) for steps in range(16, 8, -1)]
+    more = {"tenant": Tenant(name=tenant), "scheduler": scheduler, "tried_again_s": 30.0}
+    tried = [built.ask("t", steps=steps, **more) for steps in range(16, 8, -1)]
     gate.release_all()
     for watch in (*newcomers, *tried):
         assert watch.result().images
     calls = [call.timesteps for call in built.denoiser.calls]
-    assert calls[1:9] == [(steps,) for steps in range(16, 8, -1)]
-    assert len(calls[9]) > 8
+    each = scheduler.calls_per_step
+    alone = [each * (steps - 1) + 1 - call for steps in range(16, 8, -1) for call in range(each)]
+    assert calls[1 : 1 + len(alone)] == [(timestep,) for timestep in alone]
+    assert len(calls[1 + len(alone)]) > 8
 
 
 def test_it_is_the_oldest_of_its_tenant_from_then_on(rig) -> None:
@@ -91,22 +87,3 @@ def test_its_deadline_counts_from_its_arrival(rig) -> None:
     assert built.ask("in time", deadline_s=5.0, tried_again_s=4.0).result().images
     with pytest.raises(DeadlineMissed):
         built.ask("late", deadline_s=5.0, tried_again_s=6.0)
-
-
-def test_the_trial_ends_with_a_step_of_the_sampler() -> None:
-    """Which the client hears of: Heun's takes two calls. Of a request of several units the first one is tried."""
-    asked = request(n=3, scheduler=Scheduler.HEUN, tried_again_s=0.0)
-    jobs = []
-    for order, one in ((10, request()), (0, asked)):
-        job = ImageJob(
-            request=one, size=size_of(one), sink=lambda _: None, spent=SpentSeconds(0.0), loras=None, deadline_at_s=None
-        )
-        job.units = cut_into_units(job, 2, itertools.count(order))
-        jobs.append(job)
-    tried = jobs[1].units
-    for calls in (0, 1):
-        tried[0].step = calls
-        assert heads(jobs, largest_batch=8, overtake_limit=2) == ([tried[0]], [])
-    tried[0].step = 2
-    ready, behind = heads(jobs, largest_batch=8, overtake_limit=2)
-    assert {unit.order for unit in (*ready, *behind)} == {0, 1, 10}

@@ -63,24 +63,6 @@ def test_png_is_lossless_both_ways():
 
 
 @pytest.mark.parametrize("output_format", list(OutputFormat))
-def test_each_format_is_what_it_says(output_format):
-    """The bytes carry the format that was asked for, at the image's size."""
-    with Image.open(io.BytesIO(encode_image(noise(), output_format))) as image:
-        assert image.format == output_format.value.upper()
-        assert image.size == (5, 7)
-
-
-def test_quality_is_honoured_for_lossy_formats():
-    """A lower quality gives a smaller file, and a high one stays close to the image."""
-    image = noise(32, 32)
-    for output_format in (OutputFormat.JPEG, OutputFormat.WEBP):
-        assert len(encode_image(image, output_format, quality=5)) < len(encode_image(image, output_format, quality=95))
-    smooth = np.tile(np.arange(32, dtype=np.uint8)[:, None, None] * 8, (1, 32, 3))
-    again = decode(encode_image(smooth, OutputFormat.JPEG)).astype(int)
-    assert np.abs(again - smooth).max() <= 3
-
-
-@pytest.mark.parametrize("output_format", list(OutputFormat))
 @pytest.mark.parametrize("quality", [0, 1, 100])
 def test_every_quality_of_the_api_encodes(output_format, quality):
     """0 and 100 are valid for every format."""
@@ -122,11 +104,7 @@ def test_base64_plain_data_url_and_line_breaks():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("http://example.com/a.png", "never opened"),
         ("https://example.com/a.png", "never opened"),
-        ("file:///etc/passwd", "never opened"),
-        ("/etc/passwd", "base64"),
-        ("data:text/html;base64,AAAA", "data URL"),
         ("data:image/svg+xml;base64,AAAA", "data URL"),
         ("data:image/png,AAAA", "data URL"),
         ("AAA", "base64"),
@@ -138,7 +116,7 @@ def test_base64_plain_data_url_and_line_breaks():
     ],
 )
 def test_anything_but_base64_is_refused(text, says):
-    """URLs, paths, foreign types and broken base64 name the field; nothing is opened."""
+    """Foreign types and broken base64 name the field (`security/test_images` has addresses and paths)."""
     with pytest.raises(RequestError, match=says) as caught:
         decode_base64(text, param="controlnets.0.image", limits=LIMITS)
     assert caught.value.param == "controlnets.0.image"
@@ -202,13 +180,6 @@ def test_sixteen_bit_grey_costs_few_bytes_a_pixel():
     assert peak_bytes < 9_000_000
 
 
-def test_transparency_is_laid_on_paper():
-    """Nothing means black in a control map and white in an image."""
-    clear = saved(Image.new("RGBA", (4, 4), (255, 0, 0, 0)))
-    assert (decode(clear, paper="white") == 255).all()
-    assert (decode(clear, paper="black") == 0).all()
-
-
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_a_mask_is_what_is_transparent(mode):
     """OpenAI's rule, in every mode that has transparency; half transparent is half of 255."""
@@ -220,14 +191,6 @@ def test_a_mask_is_what_is_transparent(mode):
     assert np.array_equal(decode_layers(raw, param="p", limits=LIMITS)[1], clear)
 
 
-def test_a_mask_without_transparency_is_what_is_white():
-    """An alpha channel in which nothing is transparent does not count."""
-    grey = np.array([[0, 100, 255]], np.uint8)
-    for image in (Image.fromarray(grey), Image.fromarray(grey).convert("RGBA"), Image.fromarray(grey).convert("RGB")):
-        assert np.array_equal(decode_mask(saved(image), param="p", limits=LIMITS), grey)
-        assert decode_layers(saved(image), param="p", limits=LIMITS)[1] is None
-
-
 def test_a_size_is_read_within_limits():
     """Of a header alone, and refused like the image."""
     assert image_size(png_header(64, 30), param="p", limits=LIMITS) == (64, 30)
@@ -235,13 +198,6 @@ def test_a_size_is_read_within_limits():
         with pytest.raises(RequestError) as caught:
             image_size(raw, param="p", limits=LIMITS)
         assert caught.value.param == "p"
-
-
-def test_only_the_first_frame_of_an_animation_counts():
-    """An animated WebP is its first frame."""
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ((255, 0, 0), (0, 0, 255))]
-    raw = saved(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True)
-    assert decode(raw)[0, 0].tolist() == [255, 0, 0]
 
 
 def test_resizing_equals_pillows_lanczos_and_keeps_equal_sizes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from plait_serving.diffusion.values import (
     ControlRef,
-    ImageRequest,
     LoraPolicy,
     LoraRef,
     PromptSyntax,
@@ -20,18 +20,17 @@ from plait_serving.diffusion.values import (
     Sigmas,
 )
 from plait_serving.images.infotext import SAMPLER_NAMES, infotext
+from support import engine
 from support.names import ODD_NAMES
 
 # stable-diffusion-webui, modules/infotext_utils.py: how it takes the last line apart.
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
 
-def request(**changes):
-    values = {
-        "request_id": "r", "prompt": "red apple", "width": 64, "height": 48, "steps": 20, "guidance_scale": 7.5,
-        "seed": 41, "scheduler": Scheduler.DPMPP_2M, "n": 3,
-    }  # fmt: skip
-    return ImageRequest(**{**values, **changes})
+request = partial(
+    engine.request, prompt="red apple", width=64, height=48, steps=20, guidance_scale=7.5, seed=41,
+    scheduler=Scheduler.DPMPP_2M, n=3,
+)  # fmt: skip
 
 
 def parse(text):

@@ -44,14 +44,6 @@ def store_at(place, clock, max_bytes=1000):
     return ResultStore(settings, now_s=clock, monotonic_s=clock)
 
 
-def test_every_process_finds_what_another_one_kept(place, clock):
-    """A replica beside it, and a server that was started again; the folder is made."""
-    name = store_at(place, clock).put(b"image", OutputFormat.WEBP)
-    found = store_at(place, clock).get(name)
-    assert (found.body, found.output_format) == (b"image", OutputFormat.WEBP)
-    assert LIFETIME_S <= found.left_s <= LIFETIME_S + 1
-
-
 def test_names_cannot_be_guessed(place, clock):
     """192 random bits; two of the same image differ."""
     store = store_at(place, clock)

@@ -98,9 +98,8 @@ def test_t5_may_be_left_out_of_stable_diffusion_3_only(tmp_path):
     absent = {"text_encoder_3": None, "tokenizer_3": None}
     one, other = flow_images(DiffusionPipeline.from_pretrained(tmp_path / "model", local_files_only=True, **absent))
     assert (one - other).abs().max() > 0.01
-    for family, why in ((FamilyName.FLUX_DEV, "cannot do without its T5"), (FamilyName.SDXL, "has no T5")):
-        with pytest.raises(ModelError, match=why):
-            ARCHITECTURES[family].without_t5()
+    with pytest.raises(ModelError, match="has no T5"):
+        ARCHITECTURES[FamilyName.SDXL].without_t5()
 
 
 def flow_images(pipe):
@@ -224,18 +223,6 @@ def test_large_tensors_are_drawn_in_pieces(tmp_path, monkeypatch):
     assert both["b"].flatten().unique().numel() > 3400
 
 
-def test_what_is_there_is_not_overwritten(tmp_path):
-    """A folder with something in it, and a file, are refused by name; an empty folder is filled."""
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    for path in (tmp_path / "full", tmp_path / "full" / "x"):
-        with pytest.raises(ModelError, match=f"{path}: exists and is not an empty folder"):
-            write(FamilyName.SD15, path)
-    (tmp_path / "empty").mkdir()
-    assert (write(FamilyName.SD15, tmp_path / "empty") / "model_index.json").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
-
-
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     """What is needed and what is free, in one sentence."""
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(total=100, used=99, free=1))
@@ -261,16 +248,3 @@ def test_what_a_killed_run_left_is_no_hindrance(tmp_path):
     (tmp_path / f".model.{os.getpid()}.partial" / "unet").mkdir(parents=True)
     write(FamilyName.SD15, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_progress_counts_bytes_to_the_end(tmp_path):
-    """The last report is of all bytes, which are what the weights take on disk, and it names every part in turn."""
-    reports = []
-    write_model(
-        scaled_down(FamilyName.SD15), tmp_path / "model", seed=0, dtype=DtypeName.BFLOAT16,
-        report=lambda *report: reports.append(report),
-    )  # fmt: skip
-    assert list(dict.fromkeys(name for name, _, _ in reports)) == ["text_encoder", "unet", "vae"]
-    _, written, total = reports[-1]
-    weights = [load_file(path) for path in (tmp_path / "model").rglob("*.safetensors")]
-    assert written == total == sum(2 * value.numel() for values in weights for value in values.values())

@@ -7,7 +7,7 @@ import pytest
 
 from plait_serving.starter.preprocess import pixel, sketch
 from plait_serving.starter.references import make_references
-from plait_serving.starter.verify import VerificationImage, edge_f1, nearer, ranks, unevenness, verify
+from plait_serving.starter.verify import VerificationImage, edge_f1, verify
 
 COUNT = 12
 
@@ -77,13 +77,6 @@ def test_another_concept_is_used_as_control(artwork, refs):
     assert [ask.seed for ask in controlled[:COUNT]] == list(range(COUNT))
 
 
-def test_rank_counts_nearer_references():
-    """The rank of the right reference is the number of others that are nearer."""
-    references = np.stack([np.full((16, 16, 3), value, dtype=np.uint8) for value in (0, 100, 200)])
-    made = np.stack([np.full((16, 16, 3), 90, dtype=np.uint8)] * 3)
-    assert ranks(made, references, [0, 1, 2]).tolist() == [1, 0, 2]
-
-
 def test_edge_f1_forgives_one_pixel_not_two():
     """A line shifted by one pixel counts in full, by two not at all."""
     line = np.zeros((16, 16), dtype=bool)
@@ -91,18 +84,3 @@ def test_edge_f1_forgives_one_pixel_not_two():
     assert edge_f1(np.roll(line, 1, 0), line) == pytest.approx(1.0)
     assert edge_f1(np.roll(line, 2, 0), line) == pytest.approx(0.0, abs=1e-6)
     assert edge_f1(np.zeros_like(line), np.zeros_like(line)) == 1.0
-
-
-def test_nearer_and_unevenness():
-    """Shares count rows; perfect blocks have unevenness 0."""
-    a, b = np.zeros((2, 16, 16, 3), np.uint8), np.full((2, 16, 16, 3), 200, np.uint8)
-    assert nearer(np.stack([a[0], b[0]]), a, b) == 0.5
-    image = np.random.default_rng(6).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    assert unevenness(pixel(image)) == 0
-    assert unevenness(image) > 10
-
-
-def test_unknown_parts_are_refused(artwork, refs):
-    """A misspelt part raises instead of measuring nothing."""
-    with pytest.raises(ValueError, match="unknown parts"):
-        verify(perfect(artwork, refs), refs, parts=("egdes",))

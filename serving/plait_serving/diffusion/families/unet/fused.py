@@ -30,12 +30,8 @@ class Fusion:
 
 
 def fuse_(model: nn.Module) -> Fusion:
-    """Fuse a `UNet2DConditionModel` or `ControlNetModel` in eval mode, in place; return its switch.
-
-    Raises ValueError for a model in training mode: the operators have no gradients.
-    """
-    if model.training:
-        raise ValueError("only models in eval mode can be fused")
+    """Fuse a `UNet2DConditionModel` or `ControlNetModel` in eval mode (the operators have no gradients), in place;
+    return its switch."""
     fusion = Fusion()
     for module in model.modules():
         if (kind := _fused_kind(module)) is not None:

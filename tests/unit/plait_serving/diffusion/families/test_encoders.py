@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from plait_serving.diffusion.families.encoders import SharedEncoders
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.protocols import Denoiser
-from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler
-from support.families import opened
+from plait_serving.diffusion.values import LoraRef
+from support.denoise import make_request
+from support.families import edit_json, opened
 from support.text_encoders import SeenEncoders, schnell_of, seen
 from support.tiny_flow import tiny_flow_lora, tiny_flux, tiny_sd3
 
@@ -37,11 +37,8 @@ def schnell(dev: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def text(denoiser: Denoiser, prompt: str, **more: Any) -> torch.Tensor:
     """What a prompt becomes: T5's text, then CLIP's vector."""
-    request = ImageRequest(
-        request_id="r", prompt=prompt, width=32, height=32, steps=1, guidance_scale=0.0, seed=1,
-        scheduler=Scheduler.EULER, max_sequence_length=more.pop("length", 16), **more,
-    )  # fmt: skip
-    encoding, found = denoiser.begin(request), None
+    asked = make_request(prompt=prompt, guidance_scale=0.0, max_sequence_length=more.pop("length", 16), **more)
+    encoding, found = denoiser.begin(asked), None
     while found is None:
         found = encoding.advance()
     return torch.cat([found.text.flatten(), found.added["pooled"].flatten()])
@@ -84,8 +81,7 @@ def test_text_encoders_that_differ_are_not_shared(
         data[-1] ^= 1
         file.write_bytes(data)
     else:
-        config = json.loads((folder / T5 / "config.json").read_text())
-        (folder / T5 / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 1e-2}))
+        edit_json(folder / T5 / "config.json", layer_norm_epsilon=1e-2)
     both = SharedEncoders()
     denoisers = [opened(each, both).load() for each in (dev, folder)]
     texts = [text(each, "a red cat") for each in denoisers]

@@ -69,30 +69,6 @@ def test_a_file_is_taken_if_all_its_unet_layers_are_adapted(store):
     assert not FactorStore("unet").takes(ONE)
 
 
-def test_rows_of_a_batch_add_their_own_sets(store):
-    """n images times two branches of four requests: one set, two files, none, one file at scale 0."""
-    sets = [((ONE, 0.5),), ((ONE, -1.0), (TWO, 2.0)), (), ((TWO, 0.0),)]
-    where = layout(2, 1, 1, 1)
-    first, second = store.of(sets, where)
-    assert first.rows == second.rows == 10
-    assert set(first.by_path) == {"unet.down"}
-    assert set(second.by_path) == {"unet.up"}
-    wanted = [
-        {"unet.down": delta(DOWN_A, 0.5)},
-        {"unet.down": -delta(DOWN_A, 1.0) + delta(DOWN_B, 2.0), "unet.up": delta(UP, 2.0)},
-        {},
-        {},
-    ]
-    for found in (first, second):
-        for path, (a, b) in found.by_path.items():
-            assert a.dtype == b.dtype == torch.float32
-            products = a @ b
-            for k, deltas in enumerate(wanted):
-                for rows in where.rows(k):
-                    for product in products[rows]:
-                        torch.testing.assert_close(product, deltas.get(path, torch.zeros_like(product)))
-
-
 def test_requests_with_one_set_share_its_factors(store):
     """One row for all, whatever the images and branches; other scales or a request without a set: one for each."""
     (shared, _), where = store.of([((ONE, 0.5),)] * 3, layout(2, 1, 1)), layout(2, 1, 1)
@@ -101,12 +77,6 @@ def test_requests_with_one_set_share_its_factors(store):
     torch.testing.assert_close((first @ second)[0], delta(DOWN_A, 0.5))
     for sets in ([((ONE, 0.5),), ((ONE, 0.5),), ((ONE, 0.4),)], [((ONE, 0.5),), ((ONE, 0.5),), ()]):
         assert store.of(sets, where)[0].given == 8
-
-
-def test_ranks_are_padded_to_few_sizes(store):
-    """So that ranks 2 and 8 share a shape, and 11 takes the next."""
-    assert store.of([((ONE, 1.0),)], layout(1))[0].by_path["unet.down"][0].shape[2] == 8
-    assert store.of([((ONE, 1.0), (TWO, 1.0))], layout(1))[0].by_path["unet.down"][0].shape[2] == 16
 
 
 def test_mixed_batches_keep_the_ranks_of_earlier_ones(store):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, NumericalError
-from plait_serving.diffusion.families.rows import BatchLayout, stack_conditionings
+from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.families.unet import denoiser as unet
 from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
-from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.protocols import Residuals
 from plait_serving.diffusion.values import ControlRef
 from support.denoise import control_image, make_request, max_difference, start
 from support.whole import WholeControlNet
@@ -113,52 +112,3 @@ def test_answers_of_a_failed_step_are_drained(bundle, denoiser, monkeypatch):
     with pytest.raises(RuntimeError, match="memory"):
         denoiser.predict([controlled(bundle, denoiser, Client("a", [], log))])
     assert log == ["start a 1", "wait a"]
-
-
-def test_a_nan_row_fails_alone(bundle, denoiser):
-    """A request whose sample is NaN gets `NumericalError`; the others get what they would get without it."""
-    calls = [controlled(bundle, denoiser, seed=seed) for seed in range(3)]
-    clean = denoiser.predict(calls)
-    calls[1].sample.fill_(float("nan"))
-    outputs = denoiser.predict(calls)
-    assert isinstance(outputs[1], NumericalError)
-    assert torch.equal(outputs[0], clean[0])
-    assert torch.equal(outputs[2], clean[2])
-
-
-def test_new_weights_are_used_at_once(bundle, denoiser):
-    """What a merge writes into a weight is seen in the next call, in or out of inference mode."""
-    calls = [controlled(bundle, denoiser, seed=seed) for seed in range(2)]
-    before = denoiser.predict(calls)[0]
-    weight = next(p for name, p in bundle.unet.named_parameters() if name.endswith("attn2.to_k.weight"))
-    pristine = weight.detach().clone()
-    with torch.inference_mode():
-        weight.detach().copy_(pristine * -3.0)
-    changed = denoiser.predict(calls)[0]
-    weight.copy_(pristine)
-    assert not torch.equal(before, changed)
-    assert torch.equal(denoiser.predict(calls)[0], before)
-
-
-def conditioning(value: float, n: int = 1, length: int = 77, branches: int = 2) -> Conditioning:
-    """A constant text of the tiny model's width."""
-    return Conditioning(text=torch.full((branches, length, 32), value), added={}, n=n)
-
-
-def test_layout_places_every_row_once():
-    """Unconditional rows of all requests first, then the conditional ones, in request order."""
-    layout = BatchLayout.of([conditioning(0.0, n=2), conditioning(1.0), conditioning(2.0, n=3)])
-    rows = [range(part.start, part.stop) for k in range(3) for part in layout.rows(k)]
-    assert [list(part) for part in rows] == [[0, 1], [6, 7], [2], [8], [3, 4, 5], [9, 10, 11]]
-
-
-def test_rows_with_and_without_guidance_mix():
-    """Those without have no unconditional rows; what is stacked is stacked in the same order."""
-    conditionings = [conditioning(0.0, n=2, branches=1), conditioning(1.0), conditioning(2.0, branches=1)]
-    layout = BatchLayout.of(conditionings)
-    assert layout.size == 5
-    assert [[list(range(part.start, part.stop)) for part in layout.rows(k)] for k in range(3)] == [
-        [[1, 2]], [[0], [3]], [[4]],
-    ]  # fmt: skip
-    stacked = stack_conditionings([each.text for each in conditionings], layout)
-    assert stacked[:, 0, 0].tolist() == [1.0, 0.0, 0.0, 1.0, 2.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -95,60 +95,3 @@ def test_what_holds_too_much_is_the_idle_one_that_is_worth_least():
     assert found(*here, room=5, in_use="a") == "b"
     assert found(*here, room=5, in_use="ab") is None
     assert found(*here[1:], room=1) is None
-
-
-@dataclass
-class Server:
-    """One compute thread, memory for two; the requests of the models in `floods` never end."""
-
-    floods: tuple[str, ...]
-    now_s: float = 0.0
-    resident: set[str] = field(default_factory=set)
-    overtaken_s: dict[str, float] = field(default_factory=dict)
-    loading: tuple[str, float] | None = None
-
-    def serve(self, waits: dict[str, float], until_s: float, step_s: float = 0.5) -> dict[str, float]:
-        """When each of the models in `waits` was loaded; they arrive at these times."""
-        loaded: dict[str, float] = {}
-        while self.now_s < until_s and len(loaded) < len(waits):
-            if self.loading and self.loading[1] <= self.now_s:
-                self.resident.add(self.loading[0])
-                loaded |= {name: self.now_s for name in waits if name == self.loading[0]}
-                self.loading = None
-            oldest = dict.fromkeys(self.floods, self.now_s - step_s)
-            oldest |= {name: at_s for name, at_s in waits.items() if at_s <= self.now_s and name not in loaded}
-            if self.loading is None:
-                self._switch(oldest)
-            if running := self.resident & oldest.keys():
-                for name in oldest.keys() - self.resident:
-                    if oldest[name] < max(oldest[other] for other in running):
-                        self.overtaken_s[name] = self.overtaken_s.get(name, 0.0) + step_s
-            self.now_s += step_s
-        return loaded
-
-    def _switch(self, oldest: dict[str, float]) -> None:
-        names = self.resident | oldest.keys()
-        found = next_switch(
-            [
-                ModelDemand(
-                    name=name, nbytes=1, load_s=LOAD_S, is_resident=name in self.resident,
-                    oldest_s=oldest.get(name), overtaken_s=self.overtaken_s.get(name, 0.0),
-                )
-                for name in sorted(names)
-            ],
-            budget_bytes=2,
-            now_s=self.now_s,
-        )  # fmt: skip
-        if found is not None:
-            self.resident -= set(found.leave)
-            self.loading = (found.load, self.now_s + LOAD_S)
-            self.overtaken_s.pop(found.load, None)
-
-
-def test_no_model_starves_beside_floods_for_others():
-    """Four rare models beside two that are always asked for: each is loaded after as much overtaking as is allowed."""
-    waits = {f"rare{i}": 20.0 for i in range(4)}
-    loaded = Server(("a", "b")).serve(waits, until_s=10_000.0)
-    assert loaded.keys() == waits.keys()
-    each_s = (2 * PATIENCE + 2) * LOAD_S
-    assert max(loaded.values()) <= 20.0 + len(waits) * 2 * each_s

@@ -59,12 +59,3 @@ def test_loras_have_the_layers_of_real_ones(family, spelling):
     counts = {start: sum(key.startswith(start) for key in ups) for start in LAYERS[family, spelling]}
     assert counts == LAYERS[family, spelling]
     assert sum(counts.values()) == len(ups)
-
-
-def test_an_sdxl_lora_of_kohya_has_the_block_numbers_of_the_original_code():
-    """sd-scripts trains SDXL in its original code, whose blocks are numbered through."""
-    keys = {tensor.key for tensor in drawn_factors(ARCHITECTURES[FamilyName.SDXL], spelling=LoraSpelling.KOHYA, rank=4)}
-    assert "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.lora_down.weight" in keys
-    assert "lora_unet_middle_block_1_proj_in.alpha" in keys
-    assert "lora_unet_output_blocks_5_1_transformer_blocks_1_ff_net_2.lora_up.weight" in keys
-    assert "lora_te2_text_model_encoder_layers_31_mlp_fc2.lora_up.weight" in keys

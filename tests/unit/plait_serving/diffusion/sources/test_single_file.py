@@ -1,4 +1,4 @@
-"""Checkpoints in one file: the weights, configurations and images of the folder that they were written from."""
+"""Checkpoints in one file: the weights and configurations of the folder that they were written from."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler, StableDiffusionXLPipeline
+from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion import sources
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families import row_of_file
 from plait_serving.diffusion.families.unet import single_file
 from plait_serving.diffusion.families.unet.bundle import load_bundle
-from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
-from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
-from support.families import weights
+from support.families import check_same_model, configurations, edit_json
 from support.ldm import config_of, original_names, original_vae
 from support.tiny import tiny_lora, tiny_sd
 
@@ -92,7 +88,6 @@ def _open_clip(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 FAMILIES = (FamilyName.SD15, FamilyName.SD21, FamilyName.SDXL)
-NOTED = {"_name_or_path", "_diffusers_version", "transformers_version", "dtype", "architectures"}
 
 
 @pytest.fixture(autouse=True)
@@ -112,44 +107,10 @@ def folders(tmp_path_factory):
     return root
 
 
-def image(model, cache, *, steps=2, scheduler=Scheduler.EULER, **more) -> np.ndarray:
-    """What an engine makes of a model."""
-    settings = EngineSettings(
-        model=model, device="cpu", dtype="float32", prepared_folder=cache / "prepared", converts=False,
-        knobs=EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL), **more,
-    )  # fmt: skip
-    engine = build_engine(settings)
-    request = ImageRequest(
-        request_id="one", prompt="red apple, größe", width=32, height=32, steps=steps, guidance_scale=4.0, seed=3,
-        scheduler=scheduler,
-    )  # fmt: skip
-    try:
-        return engine.generate(request, timeout_s=60.0).images[0]
-    finally:
-        engine.stop(drain_s=0)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_is_the_folder_that_it_was_written_from(family, folders, tmp_path):
-    """Every weight with its bits and dtype, every configuration, and the image (a level apart at most: where a weight
-    lies in a file decides how it is multiplied)."""
-    found = resolve_source(folders / f"{family}.safetensors", cache=tmp_path)
-    expected, ours = weights(folders / family), weights(found)
-    assert ours.keys() == expected.keys()
-    assert [key for key, tensor in expected.items() if not _same(ours[key], tensor)] == []
-    for path in (folders / family).rglob("*.json"):
-        if path.name.endswith("config.json"):
-            before, after = (
-                {key: value for key, value in json.loads(each.read_text()).items() if key not in NOTED}
-                for each in (path, found / path.relative_to(folders / family))
-            )
-            assert after == before, path
-    ours, theirs = (image(folders / name, tmp_path).astype(int) for name in (f"{family}.safetensors", family))
-    assert np.abs(ours - theirs).max() <= 1
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.dtype is right.dtype and torch.equal(left, right)
+    """Weights, configurations, vocabulary."""
+    check_same_model(resolve_source(folders / f"{family}.safetensors", cache=tmp_path), folders / family)
 
 
 def test_it_is_converted_once_and_again_when_it_changed(folders, tmp_path, monkeypatch):
@@ -169,14 +130,14 @@ def test_it_is_converted_once_and_again_when_it_changed(folders, tmp_path, monke
 
 
 def test_another_architecture_needs_a_folder_with_its_configuration(tmp_path):
-    """With it, the image is the folder's, by the folder's own tokenizer; without it, the refusal says so."""
+    """With it, the model is the folder's, with the folder's own vocabulary; without it, the refusal says so."""
     base = tiny_sd(tmp_path / "base")
     path = write_ldm(base, tmp_path / "own.safetensors")
     with pytest.raises(ModelError, match=r"own.safetensors: .*name a folder with its"):
         resolve_source(path, cache=tmp_path)
     assert not [entry for entry in (tmp_path / "converted").iterdir() if entry.is_dir()]
     config = shutil.copytree(base, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert np.array_equal(image(path, tmp_path, config=config), image(base, tmp_path))
+    check_same_model(resolve_source(path, config=config, cache=tmp_path), base)
     with pytest.raises(ModelError, match=r"model_index.json: missing: a checkpoint's config is a diffusers folder"):
         resolve_source(path, config=tmp_path, cache=tmp_path / "other")
 
@@ -224,38 +185,23 @@ PLAYGROUND = {
 COSXL = {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.004)}
 
 
-def _edm_folder(base, folder, scheduler, **vae):
-    """A copy of a folder with another scheduler and entries of the VAE's configuration."""
-    shutil.copytree(base, folder)
-    scheduler.save_pretrained(folder / "scheduler")
-    for path, changes in {
-        "model_index.json": {"scheduler": ["diffusers", type(scheduler).__name__]},
-        "vae/config.json": vae,
-    }.items():
-        (folder / path).write_text(json.dumps({**json.loads((folder / path).read_text()), **changes}))
-    return folder
-
-
 @pytest.mark.parametrize("name", ["playground", "cosxl"])
 def test_the_marks_of_edm_models_are_read(name, folders, tmp_path):
-    """Images are those of diffusers' pipeline on a folder with their scheduler, mean and deviation."""
+    """The model is a folder with their scheduler, mean and deviation; `integration/test_edm_equality` has the images of
+    such folders."""
     if name == "playground":
         moments = {f"latents_{key[4:]}": tensor.flatten().tolist() for key, tensor in PLAYGROUND.items()}
         scheduler, vae, marks = EDMDPMSolverMultistepScheduler(), {**moments, "scaling_factor": 0.5}, PLAYGROUND
     else:
         levels = {"sigma_max": 120.0, "sigma_min": 0.004, "sigma_data": 1.0, "sigma_schedule": "exponential"}
         scheduler, vae, marks = EDMEulerScheduler(prediction_type="v_prediction", **levels), {}, COSXL
-    folder = _edm_folder(folders / "sdxl", tmp_path / "folder", scheduler, **vae)
-    path = write_ldm(folders / "sdxl", tmp_path / "model.safetensors", **marks)
-    own = Scheduler.DPMPP_2M if name == "playground" else Scheduler.EULER
-    ours = image(path, tmp_path, steps=10, scheduler=own)
-    pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    theirs = pipeline(
-        "red apple, größe", width=32, height=32, num_inference_steps=10, guidance_scale=4.0,
-        generator=torch.Generator().manual_seed(3),
-    ).images[0]  # fmt: skip
-    assert np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max() <= 2
+    found = resolve_source(write_ldm(folders / "sdxl", tmp_path / "model.safetensors", **marks), cache=tmp_path)
+    read = type(scheduler).from_pretrained(found / "scheduler").config
+    assert {key: read[key] for key in scheduler.config if not key.startswith("_")} == pytest.approx(
+        {key: value for key, value in scheduler.config.items() if not key.startswith("_")}, abs=1e-6
+    )
+    stored = configurations(found)["vae/config.json"]
+    assert all(stored[key] == pytest.approx(value) for key, value in vae.items())
 
 
 @pytest.mark.parametrize(
@@ -280,7 +226,9 @@ def test_a_configuration_of_another_noise_is_refused_for_an_edm_model(folders, t
     path = write_ldm(folders / "sdxl", tmp_path / "model.safetensors", **COSXL)
     with pytest.raises(ModelError, match=r"edm_vpred\.sigma_min: an EDM model, but its config names EulerDiscrete"):
         resolve_source(path, config=folders / "sdxl", cache=tmp_path)
-    config = _edm_folder(folders / "sdxl", tmp_path / "config", EDMEulerScheduler())
+    config = shutil.copytree(folders / "sdxl", tmp_path / "config")
+    EDMEulerScheduler().save_pretrained(config / "scheduler")
+    edit_json(config / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
     found = load_bundle(resolve_source(path, config=config, cache=tmp_path), outline=True)
     assert found.scheduler_config.own_class == "EDMEulerScheduler"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,11 @@ from plait_serving.diffusion.admission import ImageLimits, check_numbers, check_
 from plait_serving.diffusion.errors import ModelError, RequestError
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.knobs import ExecutorName
-from plait_serving.diffusion.values import Edit, PromptSyntax, Scheduler, Sigmas
+from plait_serving.diffusion.values import Edit, Scheduler, Sigmas
 from support.denoise import make_request
-from support.families import opened
+from support.families import edit_json, opened
+from support.flow_rig import MAKE
 from support.tiny_flow import tiny_flux, tiny_sd3
-
-MAKE: dict[str, Callable[[Path], Path]] = {
-    "sd3": tiny_sd3,
-    "dev": tiny_flux,
-    "schnell": lambda folder: tiny_flux(folder, guidance=False),
-    "kontext": lambda folder: tiny_flux(folder, kontext=True),
-    "de-distilled": lambda folder: tiny_flux(folder, guidance_embeds=False),
-}
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +54,19 @@ IMAGE = np.zeros((32, 32, 3), np.uint8)
 
 
 @pytest.mark.parametrize(("model", "more", "field"), [
-    ("schnell", {"negative_prompt": "blue"}, "negative_prompt"),
     ("schnell", {"guidance_scale": 3.5}, "guidance_scale"),
-    ("schnell", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
     ("schnell", {"max_sequence_length": 257}, "max_sequence_length"),
     ("schnell", {"scheduler": Scheduler.DPMPP_2M}, "scheduler"),
     ("de-distilled", {"guidance_scale": 3.5}, "guidance_scale"),
     ("de-distilled", {"negative_prompt": "blue"}, "negative_prompt"),
     ("dev", {"negative_prompt": "blue"}, "negative_prompt"),
     ("dev", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
-    ("dev", {"guidance_rescale": 0.7}, "guidance_rescale"),
-    ("dev", {"clip_skip": 1}, "clip_skip"),
     ("dev", {"scheduler": Scheduler.HEUN}, "scheduler"),
     ("dev", {"scheduler": Scheduler.DDIM}, "scheduler"),
     ("dev", {"scheduler": Scheduler.UNIPC, "sigmas": Sigmas.KARRAS}, "sigmas"),
-    ("dev", {"prompt_syntax": PromptSyntax.A1111}, "prompt_syntax"),
-    ("dev", {"crop": (1, 1)}, "crop"),
     ("dev", {"reference": IMAGE}, "image"),
     ("kontext", {"edit": Edit(image=IMAGE)}, "mask"),
     ("kontext", {"reference": IMAGE[:3]}, "image"),
-    ("sd3", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
     ("sd3", {"clip_skip": 3}, "clip_skip"),
     ("sd3", {"width": 132}, "size"),
     ("sd3", {"edit": Edit(image=IMAGE), "scheduler": Scheduler.UNIPC}, "scheduler"),
@@ -115,43 +100,45 @@ def test_what_a_request_comes_to(family_of):
 
 
 def test_the_terms_are_those_of_the_models_pipelines(family_of):
-    """Steps, guidance, images, and what LoRAs and ControlNets are made for."""
-    terms = {name: family_of(name).terms for name in MAKE}
+    """Steps, guidance, the fields that mean something, images, and what LoRAs and ControlNets are made for."""
+    names = ("sd3", "dev", "schnell", "kontext", "de-distilled")
+    terms = {name: family_of(name).terms for name in names}
     assert {name: (each.steps, each.guidance_scale) for name, each in terms.items()} == {
         "sd3": (28, 7.0), "dev": (28, 3.5), "schnell": (4, 0.0), "kontext": (28, 3.5), "de-distilled": (28, 0.0)
     }  # fmt: skip
+    schnell = {"prompt_2", "max_sequence_length"}
+    guided = schnell | {"negative_prompt", "negative_prompt_2"}
+    assert {name: each.takes for name, each in terms.items()} == {
+        "sd3": guided | {"guidance_scale", "clip_skip"}, "dev": guided | {"guidance_scale", "true_cfg_scale"},
+        "schnell": schnell, "kontext": guided | {"guidance_scale", "true_cfg_scale"},
+        "de-distilled": guided | {"true_cfg_scale"},
+    }  # fmt: skip
     assert [name for name, each in terms.items() if each.reads_images] == ["kontext"]
-    assert [family_of(name).kind for name in MAKE] == ["sd3"] + ["flux1"] * 4
-    assert {(family_of(name).width, family_of(name).size_multiple) for name in MAKE} == {(32, 4), (256, 4)}
+    assert [family_of(name).kind for name in names] == ["sd3"] + ["flux1"] * 4
+    assert {(family_of(name).width, family_of(name).size_multiple) for name in names} == {(32, 4), (256, 4)}
     with pytest.raises(ModelError, match="flux1 models take no ControlNets"):
         family_of("dev").controlnet("edges", Path("folder"))
 
 
-@pytest.mark.parametrize(("edge", "length"), [(128, 512), (32, 1)])
-def test_bounds_are_taken(family_of, edge, length):
-    """The largest image and the longest text, and the least."""
-    family = family_of("sd3")
-    request = asked(family, width=edge, height=edge, max_sequence_length=length, prompt="")
-    check_takes(request, family.terms)
-    assert family.measure(request).row.size == (edge // 4) ** 2 + 77 + length
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-@pytest.mark.parametrize("model", ["schnell", "de-distilled"])
-def test_no_guidance_is_taken_where_there_is_none(family_of, model, scale):
-    """Clients that always send a scale send one that changes nothing."""
+@pytest.mark.parametrize(
+    ("model", "more", "rows", "size"),
+    [
+        ("sd3", {"width": 128, "height": 128, "max_sequence_length": 512}, 2, 32**2 + 77 + 512),  # all that it takes
+        ("sd3", {"max_sequence_length": 1, "prompt": ""}, 2, 8**2 + 77 + 1),
+        # Clients that always send a scale send one that changes nothing where there is none.
+        *[(model, {"guidance_scale": scale, "max_sequence_length": 16}, 1, 8**2 + 16)
+          for model in ("schnell", "de-distilled") for scale in (0.0, 1.0)],
+        # Dev without its input is guided by a negative prompt, and reads texts as long as dev does.
+        ("de-distilled", {"true_cfg_scale": 2.0, "negative_prompt": "blue", "max_sequence_length": 512}, 2, 64 + 512),
+    ],
+)  # fmt: skip
+def test_bounds_are_taken(family_of, model, more, rows, size):
+    """The largest, the longest, the least; and guidance by a model's own means."""
     family = family_of(model)
-    request = asked(family, guidance_scale=scale)
+    request = asked(family, **more)
     check_takes(request, family.terms)
-    assert family.measure(request).rows == 1
-
-
-def test_what_was_made_of_dev_without_its_input_has_guidance_by_a_negative_prompt(family_of):
-    """It reads texts as long as dev does."""
-    family = family_of("de-distilled")
-    request = asked(family, true_cfg_scale=2.0, negative_prompt="blue", max_sequence_length=512)
-    check_takes(request, family.terms)
-    assert family.measure(request).rows == 2
+    measured = family.measure(request)
+    assert (measured.rows, measured.row.size) == (rows, size)
 
 
 @pytest.mark.parametrize("make", [tiny_sd3, tiny_flux])
@@ -160,12 +147,6 @@ def test_openvino_by_name_is_an_error(make, tmp_path):
     folder = make(tmp_path / "model")
     with pytest.raises(ModelError, match="executor: openvino cannot be used"):
         opened(folder, executor=ExecutorName.OPENVINO)
-
-
-def config(folder: Path, part: str, **changes: Any) -> None:
-    """Changes a part's configuration."""
-    path = folder / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize(("changes", "why"), [
@@ -181,7 +162,7 @@ def test_what_only_looks_alike_is_refused_by_name(tmp_path, changes, why):
     """Inputs of other kinds, quantized weights, parts of another model: each with its file."""
     folder = tiny_flux(tmp_path / "model")
     for part, values in changes.items():
-        config(folder, part, **values)
+        edit_json(folder / part / ("scheduler_config.json" if part == "scheduler" else "config.json"), **values)
     with pytest.raises(ModelError, match=why) as caught:
         opened(folder)
     assert next(iter(changes)) in caught.value.message
@@ -214,7 +195,6 @@ def test_a_part_that_was_saved_as_none_is_named(make, part, tmp_path):
     """By pipelines whose text encoder was left out: only Stable Diffusion 3 can do without one, its T5."""
     folder = make(tmp_path / "model")
     (folder / part).rename(tmp_path / "aside")
-    index = folder / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), part: [None, None]}))
+    edit_json(folder / "model_index.json", **{part: [None, None]})
     with pytest.raises(ModelError, match=rf"{part}: missing"):
         opened(folder)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families import row_of_file
 from plait_serving.diffusion.families.flow import single_file
-from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.container import TensorInfo
 from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
+from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
-from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
-from support.families import weights
+from support.families import check_same_model
 from support.original_flow import original_transformer, write_flow_file
 
 FAMILIES = (FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV, FamilyName.FLUX_SCHNELL)
@@ -43,20 +38,6 @@ def folders(tmp_path_factory):
     return root
 
 
-def check_same(found, folder):
-    """Every weight with its bits and dtype, the transformer's configuration, and the pipeline."""
-    expected, ours = weights(folder), weights(found)
-    assert ours.keys() == expected.keys()
-    assert [key for key, tensor in expected.items() if not torch.equal(ours[key], tensor)] == []
-    assert {tensor.dtype for tensor in ours.values()} == {torch.bfloat16}
-    read = [json.loads((each / "transformer/config.json").read_text()) for each in (found, folder)]
-    for config in read:
-        config.pop("_diffusers_version")
-    assert read[0] == read[1]
-    index = [json.loads((each / "model_index.json").read_text()) for each in (found, folder)]
-    assert index[0] == index[1]
-
-
 @pytest.mark.parametrize(
     ("family", "vae"), [(FAMILIES[0], "first_stage_model."), (FAMILIES[1], "vae."), (FAMILIES[2], "vae.")]
 )
@@ -64,7 +45,7 @@ def test_a_whole_file_is_the_folder_that_it_was_written_from(family, vae, folder
     """With VAE and text encoders in it, of the folder that is named beside it no weights are read."""
     path = write_flow_file(folders / family, tmp_path / "model.safetensors", vae=vae, texts=True)
     config = without(folders / family, tmp_path / "config", "*/*.safetensors")
-    check_same(resolve_source(path, config=config, cache=tmp_path / "cache"), folders / family)
+    check_same_model(resolve_source(path, config=config, cache=tmp_path / "cache"), folders / family)
 
 
 def without(folder, copy, pattern):
@@ -76,38 +57,13 @@ def without(folder, copy, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_makes_the_images_of_the_folder(family, folders, tmp_path):
-    """Served by its path, a level apart at most: where a weight lies in a file decides how it is multiplied."""
-    path = write_flow_file(folders / family, tmp_path / "model.safetensors", vae="vae.", texts=True)
-    file = resolve_source(path, config=folders / family, cache=tmp_path / "cache")
-    of_folder, of_file = (served(model).astype(int) for model in (folders / family, file))
-    assert of_folder.std() > 1
-    assert np.abs(of_file - of_folder).max() <= 1
-
-
-def served(folder) -> np.ndarray:
-    """What an engine makes of a model."""
-    knobs = EngineKnobs(threads=1)
-    engine = build_engine(EngineSettings(model=folder, device="cpu", dtype="float32", converts=False, knobs=knobs))
-    terms = engine.pool.first.family.terms
-    request = ImageRequest(
-        request_id="one", prompt="a red apple", width=IMAGE_SIZE, height=IMAGE_SIZE, steps=2, seed=3,
-        guidance_scale=terms.guidance_scale, scheduler=Scheduler.EULER,
-    )  # fmt: skip
-    try:
-        return engine.generate(request, timeout_s=60.0).images[0]
-    finally:
-        engine.stop(drain_s=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_a_transformer_alone_takes_what_it_lacks_from_a_folder(family, folders, tmp_path):
     """What its authors publish, and a folder that is named as its configuration: that one's files are linked, not
     copied, and its pipeline is the model's (a Kontext has FLUX.1's names and shapes)."""
     config = without(folders / family, tmp_path / "config", "transformer/*.safetensors")
     path = write_flow_file(folders / family, tmp_path / "model.safetensors")
     found = resolve_source(path, config=config, cache=tmp_path / "cache")
-    check_same(found, folders / family)
+    check_same_model(found, folders / family)
     assert all(file.is_symlink() for file in found.glob("text_encoder*/*.safetensors"))
 
 
@@ -153,7 +109,7 @@ def test_with_clips_only_stable_diffusion_3_needs_nothing_else(folders, tmp_path
     expected = tmp_path / "expected"
     small = scaled_down(FAMILIES[0]).without_t5()
     write_model(small, expected, seed=1, dtype=DtypeName.BFLOAT16, report=lambda *_: None)
-    check_same(found, expected)
+    check_same_model(found, expected)
 
 
 FP8 = torch.float8_e4m3fn

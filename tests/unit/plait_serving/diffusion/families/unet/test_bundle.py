@@ -18,14 +18,14 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet, check_controlnet_config
 from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request
-from support.tiny import tiny_sd
+from support.families import edit_json
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
@@ -36,11 +36,6 @@ def folder(tiny_sd_folder, tmp_path) -> Path:
     return Path(shutil.copytree(tiny_sd_folder, tmp_path / "model"))
 
 
-def edit(path: Path, **changes) -> None:
-    """Changes entries of a JSON file."""
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def test_a_stable_diffusion_folder(tiny_sd_folder):
     """UNetKind, sizes and modes of what was loaded."""
     bundle = load_bundle(tiny_sd_folder)
@@ -49,29 +44,6 @@ def test_a_stable_diffusion_folder(tiny_sd_folder):
     assert bundle.safety_checker is None
     parts = (bundle.unet, bundle.vae, *bundle.text_encoders)
     assert not any(part.training or next(part.parameters()).requires_grad for part in parts)
-
-
-def test_an_sdxl_folder(tiny_sdxl_folder):
-    """SDXL has two encoders, zeros for empty prompts, and a float32 VAE where it would overflow float16."""
-    bundle = load_bundle(tiny_sdxl_folder, dtype=torch.float16)
-    assert (bundle.kind, len(bundle.text_encoders)) == (UNetKind.SDXL, 2)
-    assert bundle.force_zeros_for_empty_prompt
-    assert (bundle.unet.dtype, bundle.vae.dtype) == (torch.float16, torch.float32)
-
-
-def test_a_folder_with_only_a_variant_loads(folder):
-    """`*.fp16.safetensors` is taken where there is no plain file."""
-    (folder / WEIGHTS).rename(folder / "unet" / "diffusion_pytorch_model.fp16.safetensors")
-    assert load_bundle(folder).unet.dtype == torch.float32
-
-
-def test_the_safety_checker_is_loaded_unless_switched_off(tmp_path):
-    """A folder that has a checker gets it with its feature extractor."""
-    folder = tiny_sd(tmp_path / "checked", safety_checker=True)
-    bundle = load_bundle(folder)
-    assert bundle.safety_checker is not None
-    assert bundle.feature_extractor is not None
-    assert load_bundle(folder, safety_checker=False).safety_checker is None
 
 
 @pytest.mark.parametrize(
@@ -106,20 +78,10 @@ def test_a_missing_part_is_named(folder, part):
 )
 def test_what_can_not_run_is_refused_with_a_reason(folder, file, changes, reason):
     """Features whose inputs nobody feeds, and refiners: an error naming file and reason."""
-    edit(folder / file, **changes)
+    edit_json(folder / file, **changes)
     with pytest.raises(ModelError, match=reason) as caught:
         load_bundle(folder)
     assert file in caught.value.message
-
-
-def test_pickled_and_absent_weights_are_refused(folder):
-    """A folder with only .bin files says so; one without weights names the folder."""
-    (folder / WEIGHTS).unlink()
-    with pytest.raises(ModelError, match="no weights found"):
-        load_bundle(folder)
-    (folder / "unet" / "diffusion_pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(ModelError, match="pickled"):
-        load_bundle(folder)
 
 
 def test_missing_unknown_and_corrupt_weights_are_refused(folder):
@@ -189,7 +151,7 @@ def test_ddim_in_a_folder_of_another_scheduler_steps_as_diffusers_does(folder, k
     for name in ("clip_sample", "steps_offset"):
         config.pop(name, None)  # a folder made before there was such a field
     path.write_text(json.dumps({**config, **changes}))
-    edit(folder / "model_index.json", scheduler=["diffusers", kind.__name__])
+    edit_json(folder / "model_index.json", scheduler=["diffusers", kind.__name__])
     pipeline = StableDiffusionPipeline.from_pretrained(folder)
     own = isinstance(pipeline.scheduler, DDIMScheduler)
     theirs = pipeline.scheduler if own else DDIMScheduler.from_config(pipeline.scheduler.config)
@@ -202,19 +164,12 @@ def test_ddim_in_a_folder_of_another_scheduler_steps_as_diffusers_does(folder, k
 
 def test_a_scheduler_that_diffusers_does_not_know_is_named(folder):
     """Which configuration the pipeline would make of it is unknown."""
-    edit(folder / "model_index.json", scheduler=["diffusers", "NightScheduler"])
+    edit_json(folder / "model_index.json", scheduler=["diffusers", "NightScheduler"])
     with pytest.raises(ModelError, match=r"model_index.json: scheduler names no class of diffusers: .*NightScheduler"):
         load_bundle(folder)
 
 
 # ---- ControlNets ----------------------------------------------------------------------------------------------------
-
-
-def test_a_controlnet_for_the_base_loads(tiny_sdxl_folder, tiny_sdxl_controlnets):
-    """It fits the base it was made for."""
-    base = load_bundle(tiny_sdxl_folder)
-    check_controlnet(tiny_sdxl_controlnets[0], base=base.config, vae_factor=base.vae_factor)
-    assert not load_controlnet(tiny_sdxl_controlnets[0]).training
 
 
 def test_a_controlnet_for_another_base_is_refused(tiny_sd_folder, tiny_sdxl_controlnets):

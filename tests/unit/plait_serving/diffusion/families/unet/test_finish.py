@@ -9,7 +9,7 @@ import torch
 from plait_serving.diffusion.decoding import decoded, to_rgb
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
-from plait_serving.diffusion.families.unet.vae import FolderSafetyChecker, safety_of
+from plait_serving.diffusion.families.unet.vae import safety_of
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request, reference_pipeline, run_pipeline
 from support.tiny import seeded, tiny_sd
@@ -44,39 +44,6 @@ def test_decoding_leaves_the_vae_alone(tiny_sdxl_folder):
     factor = bundle.vae.config.scaling_factor
     shifted = denoiser.finish((latents.float() / factor - 0.5) * factor / 2.0)
     assert float((shifted - plain).abs().max()) < 1e-4
-
-
-class StubChecker(torch.nn.Module):
-    """Flags images whose mean is above a half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, images, clip_input):
-        flags = [bool(image.mean() > 0.5) for image in clip_input]
-        for i, flag in enumerate(flags):
-            if flag:
-                images[i] = torch.zeros_like(images[i])
-        return images, flags
-
-
-class StubExtractor:
-    """Images as tensors in [0, 1]."""
-
-    def __call__(self, pictures, return_tensors):
-        arrays = [torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255 for image in pictures]
-        return type("Features", (), {"pixel_values": torch.stack(arrays)})()
-
-
-def test_flagged_pictures_are_black_and_said_so():
-    """Only the flagged image is blacked out, in a copy."""
-    images = torch.stack([torch.full((3, 8, 8), 0.25), torch.full((3, 8, 8), 0.75)])
-    checked, flags = FolderSafetyChecker(StubChecker(), StubExtractor()).check(images)
-    assert flags == (False, True)
-    assert torch.equal(checked[0], images[0])
-    assert float(checked[1].abs().max()) == 0.0
-    assert float(images[1].min()) == 0.75
 
 
 def test_the_folders_own_checker_agrees_with_diffusers(tmp_path):

@@ -127,30 +127,6 @@ def test_parameters_keep_names_and_addresses():
     assert ulps(run(model), plain) <= EQUAL
 
 
-def test_switched_off_it_is_diffusers_bit_for_bit(calls):
-    """The knob `exact`, and whoever compares."""
-    model = unet(SD15)
-    plain = run(model)
-    fusion = fuse_(model)
-    fusion.enabled = False
-    assert torch.equal(run(model), plain)
-    assert calls == []
-
-
-def test_a_channels_last_skip_saves_the_copies():
-    """The transformer's output stays channels-last, as the convolutions around it want it."""
-    model = unet(SDXL).to(memory_format=torch.channels_last)
-    block = model.down_blocks[1].attentions[0]
-    x = torch.randn(2, 32, 6, 8).to(memory_format=torch.channels_last)
-    text = torch.randn(2, 7, 24)
-    with torch.inference_mode():
-        expected = block(x, encoder_hidden_states=text, return_dict=False)[0]
-        fuse_(model)
-        got = block(x, encoder_hidden_states=text, return_dict=False)[0]
-    assert ulps(got, expected) <= EQUAL
-    assert got.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_blocks_of_another_kind_stay_as_they_are(calls):
     """Scale-shift time embeddings and blocks that change the size are diffusers' own."""
     model = unet(SDXL, resnet_time_scale_shift="scale_shift", resnet_skip_time_act=True)
@@ -159,12 +135,6 @@ def test_blocks_of_another_kind_stay_as_they_are(calls):
     assert not any(type(module).__name__ == "_FusedResnet" for module in twin.modules())
     assert ulps(run(twin), run(model)) <= EQUAL
     assert "group_norm_silu" in calls
-
-
-def test_models_that_train_are_refused():
-    """The operators have no gradients."""
-    with pytest.raises(ValueError, match="eval mode"):
-        fuse_(unet(SDXL).train())
 
 
 def test_a_gpus_denoiser_computes_through_operators(tiny_sd_folder, calls):

@@ -77,11 +77,9 @@ def test_the_known_operators_are_those_of_the_published_architectures():
 
 
 def test_the_starter_has_no_other():
-    """Its UNet, VAE and ControlNets."""
-    nets = sorted((STARTER_FOLDER / "controlnets").iterdir())
-    assert nets
+    """Its UNet, VAE and one of its ControlNets, which are alike."""
     modules = [map_unet(STARTER_FOLDER / "emoji" / "unet"), map_vae(STARTER_FOLDER / "emoji" / "vae")]
-    modules += [diffusers.ControlNetModel.from_pretrained(net) for net in nets]
+    modules.append(diffusers.ControlNetModel.from_pretrained(STARTER_FOLDER / "controlnets" / "edges"))
     for module in modules:
         assert recorded(module) <= IMAGE_OPERATORS
 
@@ -93,4 +91,3 @@ def test_another_operator_is_refused_by_name():
     unet.mid_block.resnets[0].nonlinearity = nn.ELU()
     with torch.no_grad(), pytest.raises(ExecutorError, match="aten::elu is not known"):
         conversion.convert(encoder_computation(unet))
-    conversion.convert(encoder_computation(narrow(part)))

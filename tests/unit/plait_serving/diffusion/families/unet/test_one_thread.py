@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plait_kernels.threads import one_thread, run_on_own_thread, set_threads
+from plait_kernels.threads import run_on_own_thread, set_threads
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
@@ -61,22 +61,4 @@ def test_a_prepared_step_and_decode_have_the_cores_to_themselves(tiny_sd_folder)
     before = torch.get_num_threads()
     seen = run_on_own_thread(on_compute_thread)
     assert (seen.step, seen.decode, seen.after) == (1, 1, 3)
-    torch.set_num_threads(before)
-
-
-def test_one_thread_gives_the_others_back_after_an_error():
-    """And leaves a thread that has one as it is."""
-
-    def work() -> list[int]:
-        found = []
-        for threads in (2, 1):
-            set_threads(threads)
-            with pytest.raises(ValueError, match="x"), one_thread():
-                found.append(torch.get_num_threads())
-                raise ValueError("x")
-            found.append(torch.get_num_threads())
-        return found
-
-    before = torch.get_num_threads()
-    assert run_on_own_thread(work) == [1, 2, 1, 1]
     torch.set_num_threads(before)

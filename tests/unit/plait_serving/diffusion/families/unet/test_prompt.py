@@ -12,7 +12,7 @@ from plait_serving.diffusion.admission import ImageLimits, check_prompts
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import chunks_of, word_ids
+from plait_serving.diffusion.families.unet.prompt_tokens import word_ids
 from plait_serving.diffusion.values import PromptSyntax
 from support.denoise import make_request
 
@@ -73,15 +73,6 @@ def test_only_the_prompt_skips_layers(case, prompt, negative):
     assert is_zero or not torch.equal(both[0], text[0])
 
 
-def test_without_guidance_only_the_prompt_is_encoded(case):
-    """At guidance scale 1 the text has one row, as diffusers runs."""
-    _, encoder, pipeline = case
-    ours = encoder.prepare(make_request(prompt="a cat", guidance_scale=1.0, n=3))
-    assert ours.branches == 1
-    assert torch.equal(ours.text, reference(pipeline, "a cat", None)[0][1:])
-    assert ours.expand(ours.text).shape[0] == 3
-
-
 def test_long_prompts_are_chunked_not_cut(case):
     """80 words make two chunks: each is what its part alone gives, and the second matters."""
     _, encoder, pipeline = case
@@ -103,19 +94,6 @@ def test_a_long_negative_prompt_lengthens_the_prompt(case):
     _, encoder, _ = case
     ours = encoder.prepare(make_request(prompt="cat", negative_prompt=LONG + LONG))
     assert ours.text.shape[:2] == (2, 3 * 77)
-
-
-def test_chunks_hold_every_token_once(case):
-    """Joining the chunks' words gives the tokenizer's words; every chunk has one begin, one end and padding."""
-    bundle, *_ = case
-    for tokenizer in bundle.tokenizers:
-        words = tokenizer(LONG + "a cat", add_special_tokens=False).input_ids
-        chunks = [list(chunk.ids) for chunk in chunks_of(tokenizer, word_ids(tokenizer, [LONG + "a cat"])[0])]
-        assert [len(chunk) for chunk in chunks] == [77, 77]
-        assert chunks[0][1:-1] + chunks[1][1 : 1 + len(words) - 75] == words
-        assert all(chunk[0] == tokenizer.bos_token_id for chunk in chunks)
-        assert chunks[1][1 + len(words) - 75] == tokenizer.eos_token_id
-        assert set(chunks[1][2 + len(words) - 75 :]) == {tokenizer.pad_token_id}
 
 
 @pytest.fixture

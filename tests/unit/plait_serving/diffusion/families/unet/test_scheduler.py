@@ -14,6 +14,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.config import UNetKind, check_vae_config
 from plait_serving.diffusion.families.unet.scheduler import COSINE, EDM, EDM_READ, OF_BETAS, READ, scheduler_config
+from support.families import edit_json
 
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
 _OLD = {**_BETAS, "clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
@@ -24,7 +25,6 @@ PUBLISHED = {
     "stable-diffusion-v1-5": {"_class_name": "PNDMScheduler", **_OLD},
     "stable-diffusion-2-1": {"_class_name": "DDIMScheduler", **_OLD, "prediction_type": "v_prediction"},
     "stable-diffusion-xl-base-1.0": {"_class_name": "EulerDiscreteScheduler", **_XL},
-    "stable-diffusion-xl-refiner-1.0": {"_class_name": "EulerDiscreteScheduler", **_XL},
     "sdxl-turbo": {"_class_name": "EulerAncestralDiscreteScheduler", **_XL, "timestep_spacing": "trailing"},
     "SDXL-Lightning": {
         "_class_name": "EulerDiscreteScheduler", **_XL, "timestep_spacing": "trailing", "final_sigmas_type": "zero",
@@ -46,7 +46,6 @@ _VAE = {
 _XL_VAE = {**_VAE, "sample_size": 1024, "scaling_factor": 0.13025, "force_upcast": True}
 VAES = {
     "stable-diffusion-v1-5": _VAE,
-    "stable-diffusion-2-1": {**_VAE, "sample_size": 768, "scaling_factor": 0.18215},
     "stable-diffusion-xl": _XL_VAE,
     "sdxl-vae-fp16-fix": {**_XL_VAE, "sample_size": 512, "force_upcast": False, "latents_mean": None,
                           "latents_std": None, "shift_factor": None, "use_quant_conv": True},
@@ -89,9 +88,7 @@ def folder(tiny_sd_folder, tmp_path) -> Path:
 def put(folder: Path, scheduler: dict) -> None:
     """Gives a folder another scheduler."""
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
-    index = json.loads((folder / "model_index.json").read_text())
-    index["scheduler"] = ["diffusers", scheduler["_class_name"]]
-    (folder / "model_index.json").write_text(json.dumps(index))
+    edit_json(folder / "model_index.json", scheduler=["diffusers", scheduler["_class_name"]])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -123,10 +120,7 @@ def test_other_schedulers_are_refused(name, place, folder):
     """By the name of the class, also where only the scheduler's own file has it."""
     put(folder, {"_class_name": name})
     if place == "file":
-        index = json.loads((folder / "model_index.json").read_text())
-        (folder / "model_index.json").write_text(
-            json.dumps({**index, "scheduler": ["diffusers", "EulerDiscreteScheduler"]})
-        )
+        edit_json(folder / "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
     with pytest.raises(ModelError, match=f"{name} is not supported"):
         load_bundle(folder, outline=True)
 
