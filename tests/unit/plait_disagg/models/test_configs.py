@@ -10,6 +10,7 @@ import torch
 from plait_disagg.graph.inputs import OFFSETS, check_inputs
 from plait_disagg.messages.check import check_request
 from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
+from plait_disagg.models.layers import filled
 from plait_disagg.models.requests import random_request, zipf
 from plait_disagg.values import ModelCard
 
@@ -56,6 +57,13 @@ def test_a_seed_gives_the_same_weights_and_leaves_the_global_generator_alone():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.tables["item"].weight, other.tables["item"].weight)
     assert not first.training
+
+
+def test_a_large_table_repeats_its_first_block():
+    """Filling costs a copy: rows repeat every 65,536, within +-1/sqrt(rows)."""
+    weight = filled(150_000, 2, seed=0)
+    assert torch.equal(weight[:1000], weight[65_536:66_536])
+    assert float(weight.abs().max()) <= 150_000**-0.5
 
 
 @pytest.mark.parametrize(
