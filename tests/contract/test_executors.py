@@ -104,8 +104,8 @@ def test_rows_may_share_their_factors(case, rows):
     assert_close(program.run(inputs, shared), by_hand(block, inputs, each))
 
 
-def test_factors_of_one_call_do_not_stay_for_the_next(case):
-    """Others of the same shapes, none, other rows, and the first again."""
+def test_calls_that_recur_give_the_same_and_leave_nothing_for_the_next(case):
+    """Again and again; other factors of the same shapes, none, other rows, and the first again."""
     block, program = case
     inputs = small_inputs(3, 4, 4)
     first, second = small_factors(MIXED[1:4]), small_factors(MIXED[1:4], seed=9)
@@ -113,9 +113,12 @@ def test_factors_of_one_call_do_not_stay_for_the_next(case):
         (inputs, first), (inputs, second), (inputs, None), (small_inputs(1, 4, 4), None), (inputs, None),
         (inputs, first), (inputs, RowFactors(rows=3, by_path={})),
         (inputs, RowFactors(rows=3, by_path=small_factors(MIXED[2:3]).by_path)), (inputs, second),
+        (small_inputs(5, 4, 4), small_factors(MIXED)), (small_inputs(1, 3, 6), small_factors([{"point": 2}])),
     ]  # fmt: skip
     for given, factors in calls:
-        assert_close(program.run(given, factors), by_hand(block, given, factors))
+        wanted = by_hand(block, given, factors)
+        for _ in range(3):
+            assert_close(program.run(given, factors), wanted)
 
 
 def test_outputs_have_the_dtype_of_the_inputs(case):
@@ -170,21 +173,6 @@ def test_the_inputs_are_not_written(case):
     before = [value.clone() for value in given]
     program.run(inputs, factors)
     assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
-
-
-def test_shapes_that_recur_give_the_same(case):
-    """Called again and again, with and without factors, one after the other."""
-    block, program = case
-    calls = [(small_inputs(3, 4, 4), small_factors(MIXED[1:4])), (small_inputs(3, 4, 4), None),
-             (small_inputs(5, 4, 4), small_factors(MIXED)), (small_inputs(7, 4, 4), None),
-             (small_inputs(5, 4, 4), RowFactors(rows=5, by_path=small_factors(MIXED[2:3]).by_path)),
-             (small_inputs(1, 3, 6), small_factors([{"point": 2}]))]  # fmt: skip
-    for done, (inputs, factors) in enumerate(calls):
-        wanted = by_hand(block, inputs, factors)
-        for _ in range(3):
-            assert_close(program.run(inputs, factors), wanted)
-        again = small_factors([{"point": 2}], seed=5) if done == 5 else factors
-        assert_close(program.run(inputs, again), by_hand(block, inputs, again))
 
 
 def test_a_computation_without_factors_takes_none(tmp_path):

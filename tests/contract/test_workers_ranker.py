@@ -70,7 +70,8 @@ def stand(request: pytest.FixtureRequest) -> Iterator[Stand]:
 
 
 async def test_answers_are_the_models(stand: Stand) -> None:
-    """One request has the halves' own bits; many at once are right to rounding; the card is the model's."""
+    """One request has the halves' own bits; many at once are right to rounding; the card is the model's; what was
+    ranked is counted."""
     ranker = await stand.ranker()
     assert ranker.card == kit.CARD
     assert await ranker.ready() is None
@@ -80,6 +81,8 @@ async def test_answers_are_the_models(stand: Stand) -> None:
     assert (answer.bytes_crossed > 0) == (stand.kind == "cn" or "split" in stand.kind)
     timings = answer.timings
     assert min(timings.queued_ms, timings.lookup_ms, timings.wire_ms, timings.dense_ms) >= 0
+    metrics = ranker.metrics()
+    assert max(metrics.get("requests_total", 0), metrics.get("sent_total", 0)) == 1
     requests = [kit.request(seed, 1 + seed % 5) for seed in range(6)]
     for request, answer in zip(requests, await asyncio.gather(*map(ranker.rank, requests)), strict=True):
         for name, value in kit.expected(request).items():
@@ -182,12 +185,3 @@ async def test_an_error_of_a_half_that_is_the_callers_stays_so(stand: Stand) -> 
     with pytest.raises(BadInput, match="no such item") as caught:
         await ranker.rank(kit.request(1))
     assert caught.value.param == "item"
-
-
-async def test_numbers_are_counted(stand: Stand) -> None:
-    """Every ranker has metrics, all of them finite numbers."""
-    ranker = await stand.ranker()
-    await ranker.rank(kit.request(1))
-    metrics = ranker.metrics()
-    assert metrics
-    assert max(metrics.get("requests_total", 0), metrics.get("sent_total", 0)) == 1

@@ -17,7 +17,6 @@ class QueuedItem:
     came_s: float = 0.0
     due_s: float | None = None
     error: RankError | None = None
-    done_s: float | None = None
     request_ids: tuple[str, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from plait_disagg.errors import Busy, DeadlinePassed, RankError
+from plait_disagg.errors import DeadlinePassed
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_serving.ranking.service import ServedRanker
@@ -47,41 +47,27 @@ def fake_outputs(request: RankRequest) -> dict[str, torch.Tensor]:
 
 class FakeRanker:
     """Answers with `fake_outputs` after `work_s`. `error`, if set, is raised instead; `missing` is the answer of
-    `ready`; `ranked` and `cancelled` record requests; more than `most` at once raise `Busy`."""
+    `ready`; `ranked` and `cancelled` record requests."""
 
-    def __init__(self, card: ModelCard = FAKE_CARD, *, work_s: float = 0.0, max_requests: int = 1000) -> None:
-        self._card = card
+    card = FAKE_CARD
+
+    def __init__(self, *, work_s: float = 0.0) -> None:
         self._work_s = work_s
-        self._max_requests = max_requests
-        self._now = 0
         self.error: Exception | None = None
         self.missing: str | None = None
         self.ranked: list[RankRequest] = []
         self.cancelled: list[str] = []
 
-    @property
-    def card(self) -> ModelCard:
-        """The card of the fake model."""
-        return self._card
-
     async def rank(self, request: RankRequest) -> RankAnswer:
-        """Answer with `fake_outputs` after `work_s`, or raise `error`, `DeadlinePassed` or `Busy`."""
+        """Answer with `fake_outputs` after `work_s`, or raise `error` or `DeadlinePassed`."""
         if self.error is not None:
             raise self.error
-        if request.deadline_s is not None and time.monotonic() > request.deadline_s:
-            raise DeadlinePassed("the deadline passed")
-        if self._now >= self._max_requests:
-            raise Busy("too many requests wait")
-        self._now += 1
+        left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:
-            if self._work_s:
-                left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
-                async with asyncio.timeout(left_s):
-                    await self._work(request)
+            async with asyncio.timeout(left_s):
+                await self._work(request)
         except TimeoutError as error:
             raise DeadlinePassed("the deadline passed before the answer was there") from error
-        finally:
-            self._now -= 1
         self.ranked.append(request)
         timings = RankTimings(queued_ms=0.5, lookup_ms=1.0, wire_ms=0.25, dense_ms=2.0)
         return RankAnswer(outputs=fake_outputs(request), timings=timings, bytes_crossed=64 * request.candidates)
@@ -98,23 +84,21 @@ class FakeRanker:
         return self.missing
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the numbers of requests ranked and waiting."""
-        return {"requests_total": float(len(self.ranked)), "waiting": float(self._now)}
+        """Return the number of requests ranked."""
+        return {"requests_total": float(len(self.ranked))}
 
     async def close(self, *, drain_s: float) -> None:
-        """Make `rank` raise `RankError` from now on."""
-        self.error = RankError("the ranker is closed")
+        """Do nothing: nothing waits."""
 
 
 class FakeItems:
     """Item i: price i / 8, the genres 0 ... i mod 4 - 1 (none for every fourth item)."""
 
-    def __init__(self, count: int = 20, *, named: bool = True) -> None:
-        self._count = count
+    def __init__(self, *, named: bool = True) -> None:
         self._named = named
 
     def __len__(self) -> int:
-        return self._count
+        return 20
 
     def gather(self, ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Compute the features of these items."""

@@ -9,15 +9,18 @@ from plait_disagg.workers.refresher import Refresher
 
 
 class RoleWorkersInProcess:
-    """A `Fleet` in this process. An index in ``dead`` does not answer."""
+    """A `Fleet` in this process. An index in ``dead`` does not answer. `after_stage`: what happens then."""
 
     def __init__(self, refreshers: Sequence[Refresher]) -> None:
         self.refreshers = list(refreshers)
         self.dead: set[int] = set()
+        self.after_stage: Callable[[], object] = lambda: None
 
     def stage(self, folder: Path) -> Mapping[str, Exception | None]:
         """See `Fleet`."""
-        return self._all(lambda refresher: refresher.stage(folder))
+        outcomes = self._all(lambda refresher: refresher.stage(folder))
+        self.after_stage()
+        return outcomes
 
     def switch(self, version: str) -> Mapping[str, Exception | None]:
         """See `Fleet`."""

@@ -28,6 +28,7 @@ from plait_kernels.executors.openvino_static import StaticPrograms  # after the 
 LARGEST = torch.finfo(torch.float32).max
 ENDS = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.1, 2.0**-126, 2.0**24 + 2, LARGEST, -LARGEST])
 DIVISORS = torch.tensor([1.0, -3.0, 0.1, 25.0, 2.0**-126, -(2.0**126)])
+NUMBERS = st.sampled_from([0, 2, -0.5, 0.1, LARGEST])
 X, Y, C = Ref("x"), Ref("y"), Ref("c")
 
 
@@ -70,19 +71,19 @@ def unary(d: Draw) -> Call:
     return Call((X,), d.x(ends=True))
 
 
+def with_number(d: Draw) -> Call:
+    return Call((X, d.of(NUMBERS)), d.x(ends=True))
+
+
 def with_tensor(d: Draw) -> Call:
     kind = d.of(st.sampled_from(["input", "row", "constant", "number"]))
     x = d.x(ends=True)
     if kind == "number":
-        return Call((X, d.of(st.sampled_from([0, 2, -0.5, 0.1, LARGEST]))), x)
+        return with_number(d)
     if kind == "constant":
         return Call((X, C), x, {"c": d.tensor(d.of(st.sampled_from([1, d.b])), ends=True)})
     width = 1 if kind == "row" else d.b
     return Call((X, Y), x | {"y": d.tensor(d.n, d.a, width, ends=True)})
-
-
-def with_number(d: Draw) -> Call:
-    return Call((X, d.of(st.sampled_from([0, 2, -0.5, 0.1, LARGEST]))), d.x(ends=True))
 
 
 def divided(d: Draw) -> Call:
@@ -102,16 +103,8 @@ def linear(d: Draw) -> Call:
     return Call((X, C, Ref("bias") if bias else None), d.x(), constants)
 
 
-def matrix(d: Draw) -> Call:
-    return Call((X, C), {"x": d.tensor(d.n, d.a)}, {"c": d.tensor(d.a, d.b)})
-
-
 def addmm(d: Draw) -> Call:
     return Call((Ref("bias"), X, C), {"x": d.tensor(d.n, d.a)}, {"c": d.tensor(d.a, d.b), "bias": d.tensor(d.b)})
-
-
-def bmm(d: Draw) -> Call:
-    return Call((X, Y), d.x() | {"y": d.tensor(d.n, d.b, 3)})
 
 
 def cat(d: Draw) -> Call:
@@ -138,16 +131,8 @@ def reshaped(d: Draw) -> Call:
     return Call((X, shape), d.x(ends=True), sized="rows")
 
 
-def unflattened(d: Draw) -> Call:
-    return Call((X, 1, (d.a, d.b)), {"x": d.tensor(d.n, d.a * d.b, ends=True)})
-
-
-def squeezed(d: Draw) -> Call:
-    return Call((X, d.of(st.sampled_from([1, 2, -1]))), {"x": d.tensor(d.n, 1, d.b, ends=True)})
-
-
-def squeezed_twice(d: Draw) -> Call:
-    return Call((X, d.of(st.sampled_from([(1, 2), (-1,), (1, -1)]))), {"x": d.tensor(d.n, 1, d.b, ends=True)})
+def squeezed(*dims: object) -> Callable[[Draw], Call]:
+    return lambda d: Call((X, d.of(st.sampled_from(dims))), {"x": d.tensor(d.n, 1, d.b, ends=True)})
 
 
 def sliced(d: Draw) -> Call:
@@ -187,8 +172,8 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "aten.div.Scalar": divided,
     "aten.linear.default": linear,
     "aten.addmm.default": addmm,
-    "aten.mm.default": matrix,
-    "aten.bmm.default": bmm,
+    "aten.mm.default": lambda d: Call((X, C), {"x": d.tensor(d.n, d.a)}, {"c": d.tensor(d.a, d.b)}),
+    "aten.bmm.default": lambda d: Call((X, Y), d.x() | {"y": d.tensor(d.n, d.b, 3)}),
     "aten.cat.default": cat,
     "aten.stack.default": stack,
     "aten.amax.default": extreme,
@@ -198,9 +183,9 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "aten.view.default": reshaped,
     "aten.reshape.default": reshaped,
     "aten.flatten.using_ints": lambda d: Call((X, 1, d.of(st.sampled_from([2, -1]))), d.x(ends=True)),
-    "aten.unflatten.int": unflattened,
-    "aten.squeeze.dim": squeezed,
-    "aten.squeeze.dims": squeezed_twice,
+    "aten.unflatten.int": lambda d: Call((X, 1, (d.a, d.b)), {"x": d.tensor(d.n, d.a * d.b, ends=True)}),
+    "aten.squeeze.dim": squeezed(1, 2, -1),
+    "aten.squeeze.dims": squeezed((1, 2), (-1,), (1, -1)),
     "aten.unsqueeze.default": lambda d: Call((X, d.of(st.sampled_from([1, 2, 3, -1]))), d.x(ends=True)),
     "aten.transpose.int": lambda d: Call((X, 1, d.of(st.sampled_from([2, -1]))), d.x(ends=True)),
     "aten.permute.default": lambda d: Call((X, (0, 2, 1)), d.x(ends=True)),

@@ -14,11 +14,10 @@ from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.factor import factor_linears
-from plait_disagg.graph.reference import run_reference
-from plait_disagg.graph.sample_inputs import collate, for_module, id_bounds, sample
+from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
 from plait_disagg.graph.split import split
 from plait_disagg.graph.tile import tile
-from plait_disagg.graph.verify import run_halves
+from plait_disagg.graph.verify import module_outputs, run_halves
 from plait_disagg.models.configs import CONFIGS
 from plait_disagg.tables.reference import SeparateTables
 from support.graph import model, table_rows
@@ -40,14 +39,6 @@ def halves_of(name, exact, cutter):
     return compile_program(halves.cn, constants, tables), compile_program(halves.hn, constants)
 
 
-def wanted_outputs(module, tensors):
-    with torch.no_grad():
-        made = module(**tensors)
-    if isinstance(made, tuple):
-        return {f"score_{index}": part for index, part in enumerate(made)}
-    return {"score": made} if isinstance(made, torch.Tensor) else made
-
-
 def request_of(captured, candidates, seed, ids_per_bag=6):
     bounds = id_bounds(captured.program, table_rows(captured))
     return sample(captured.inputs, bounds, candidates=candidates, seed=seed, ids_per_bag=ids_per_bag, ragged=True)
@@ -62,7 +53,7 @@ def test_exact_halves_give_the_modules_bits(name, cutter, candidates, seed, ids_
     module, captured = model(name)
     batch = collate(captured.inputs, [request_of(captured, candidates, seed, ids_per_bag)], [candidates])
     got = run_halves(*halves_of(name, True, cutter), batch)
-    for output, wanted in wanted_outputs(module, for_module(captured.inputs, batch)).items():
+    for output, wanted in module_outputs(module, captured.inputs, batch).items():
         assert torch.equal(got[output], wanted)
 
 
@@ -76,7 +67,7 @@ def test_batched_requests_give_what_the_module_gives(name, exact, counts, seed):
     requests = [request_of(captured, count, seed + index) for index, count in enumerate(counts)]
     batch = collate(captured.inputs, requests, counts)
     got = run_halves(*halves_of(name, exact, "mincut"), batch)
-    for output, wanted in wanted_outputs(module, for_module(captured.inputs, batch)).items():
+    for output, wanted in module_outputs(module, captured.inputs, batch).items():
         torch.testing.assert_close(got[output], wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -86,26 +77,10 @@ def test_every_configuration_cut_in_two_gives_the_modules_bits(name):
     module, captured = model(name)
     for candidates in (1, 64):
         batch = collate(captured.inputs, [request_of(captured, candidates, 5)], [candidates])
-        wanted = wanted_outputs(module, for_module(captured.inputs, batch))["score"]
+        wanted = module_outputs(module, captured.inputs, batch)["score"]
         exact = run_halves(*halves_of(name, True, "mincut"), batch)["score"]
         tiled = run_halves(*halves_of(name, False, "prism"), batch)["score"]
         assert torch.equal(exact, wanted)
         torch.testing.assert_close(tiled, wanted, rtol=1e-5, atol=1e-6)
         best = wanted[tiled.argsort(descending=True)]
         torch.testing.assert_close(best, wanted.sort(descending=True).values, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", ["small", "zoo"])
-@settings(max_examples=8)
-@given(counts=st.lists(candidate_counts, min_size=1, max_size=3), exact=st.booleans())
-def test_the_compiled_program_equals_its_naive_twin(name, counts, exact):
-    """Stages, generated code and expanded tiles change no bit against one operator after the other."""
-    _, captured = model(name)
-    program = tile(captured.program, exact=exact)
-    requests = [request_of(captured, count, index) for index, count in enumerate(counts)]
-    batch = collate(captured.inputs, requests, counts)
-    tables = SeparateTables(captured.tables)
-    values = run_reference(program, captured.constants, tables, batch)
-    got = compile_program(program, captured.constants, tables)(batch)
-    for output, ref in program.outputs:
-        torch.testing.assert_close(got[output], values[ref.name], rtol=1e-6, atol=1e-7)

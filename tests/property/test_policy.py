@@ -30,17 +30,13 @@ COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda key:
 cost_tables = st.lists(st.floats(0.01, 1.0), min_size=8, max_size=8)
 """Seconds of calls with 1 to 8 rows, in no order: a larger call may be the faster one."""
 
-units = st.builds(
-    lambda arrival, key, rows, steps, deadline: (arrival, key, rows, steps, deadline),
-    st.integers(0, 30),
-    st.sampled_from(KEYS),
-    st.integers(1, 6),
-    st.integers(1, 12),
-    st.none() | st.floats(0.0, 2.0),
+units = st.tuples(
+    st.integers(0, 30), st.sampled_from(KEYS), st.integers(1, 6), st.integers(1, 12), st.none() | st.floats(0.0, 2.0)
 )
+"""Arrival, key, rows, steps, deadline."""
 
 
-def simulate(arrivals, limits, table=None):
+def simulate(arrivals, limits, table):
     """Runs the policy step by step; yields (batch, candidates before the step) until everything is done.
 
     With a table the policy learns its costs from the steps that run.
@@ -48,13 +44,10 @@ def simulate(arrivals, limits, table=None):
     learned = StepCosts()
     costs = COSTS if table is None else replace(COSTS, step_s=learned.step_s)
     running: tuple[int, ...] = ()
-    pending = sorted(
-        (
-            (arrival, Candidate(order=order, key=key, rows=rows, steps_left=steps, deadline_s=deadline))
-            for order, (arrival, key, rows, steps, deadline) in enumerate(sorted(arrivals, key=lambda a: a[0]))
-        ),
-        key=lambda pair: pair[0],
-    )
+    pending = [
+        (arrival, Candidate(order=order, key=key, rows=rows, steps_left=steps, deadline_s=deadline))
+        for order, (arrival, key, rows, steps, deadline) in enumerate(sorted(arrivals, key=lambda a: a[0]))
+    ]
     active: dict[int, Candidate] = {}
     tick = 0
     while pending or active:
@@ -81,32 +74,17 @@ def simulate(arrivals, limits, table=None):
 
 @settings(max_examples=150)
 @given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8), st.none() | cost_tables)
-def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit, largest_batch, table):
-    """However requests arrive, a request never sees more than ``overtake_limit`` steps of later ones go first."""
-    limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
-    for _, candidates in simulate(arrivals, limits, table):
-        assert all(unit.overtaken <= overtake_limit for unit in candidates)
-
-
-@settings(max_examples=150)
-@given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8), st.none() | cost_tables)
-def test_batches_share_a_group_and_fit(arrivals, overtake_limit, largest_batch, table):
-    """Every step runs at least one unit; its batch shares one key and fits unless it is one unit alone."""
+def test_batches_fit_and_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit, largest_batch, table):
+    """Every step runs at least one unit; its batch shares one key and fits unless it is one unit alone. A request never
+    sees more than ``overtake_limit`` steps of later ones go first; with limit 0 the oldest takes part in every step."""
     limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
     for batch, candidates in simulate(arrivals, limits, table):
         assert bool(batch) == bool(candidates)
         assert len({unit.key for unit in batch}) <= 1
         assert len({unit.order for unit in batch}) == len(batch)
         assert sum(unit.rows for unit in batch) <= largest_batch or len(batch) == 1
-
-
-@given(st.lists(units, min_size=1, max_size=10))
-def test_zero_overtaking_is_first_come_first_served(arrivals):
-    """With limit 0 the oldest unit takes part in every step."""
-    limits = BatchLimits(largest_batch=4, overtake_limit=0)
-    for batch, candidates in simulate(arrivals, limits):
-        if batch:
-            assert min(unit.order for unit in candidates) == batch[0].order
+        assert all(unit.overtaken <= overtake_limit for unit in candidates)
+        assert overtake_limit or not batch or min(unit.order for unit in candidates) == batch[0].order
 
 
 @given(cost_tables, st.integers(1, 8), st.frozensets(st.integers(0, 7)))
@@ -153,18 +131,7 @@ def test_an_urgent_deadline_goes_first_and_a_lost_one_does_not():
     assert choose([*crowd, lost], costs=COSTS, limits=limits, now_s=0.0)[-1].order != 9
 
 
-def test_nothing_to_do():
-    """No candidates, no batch."""
-    assert choose([], costs=COSTS, limits=BatchLimits(largest_batch=1, overtake_limit=1), now_s=0.0) == ()
-
-
-tenant_units = st.builds(
-    lambda tenant, key, rows, steps: (tenant, key, rows, steps),
-    st.sampled_from(["a", "b", "c"]),
-    st.sampled_from(KEYS),
-    st.integers(1, 4),
-    st.integers(1, 8),
-)
+tenant_units = st.tuples(st.sampled_from("abc"), st.sampled_from(KEYS), st.integers(1, 4), st.integers(1, 8))
 
 
 @settings(max_examples=100)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,19 +114,6 @@ def test_narrow_tables_and_those_of_single_rows_are_cut_by_rows():
     assert [(piece.rows, piece.columns) for piece in cut_table(wide, 2, pooled=False)] == [(5, 32), (5, 32)]
     assert [(piece.rows, piece.columns) for piece in cut_table(narrow, 3, pooled=True)] == [(3, 16), (3, 16), (4, 16)]
     assert len(cut_table(Table(name="tiny", rows=2, dim=4), 3, pooled=True)) == 2
-
-
-def test_too_much_is_refused():
-    """More bytes than all shards have is refused with both numbers."""
-    with pytest.raises(ValueError, match="4,000 bytes do not fit into 2 shards of 1,000"):
-        plan_shards([Table(name="t", rows=10, dim=100)], shards=2, memory_bytes=1000, lookups_per_request={})
-
-
-def test_plans_do_not_depend_on_chance():
-    """The same problem gives the same plan."""
-    tables = [Table(name=f"t{index}", rows=100, dim=32) for index in range(9)]
-    plans = [plan_shards(tables, shards=3, memory_bytes=10**6, lookups_per_request={}) for _ in range(2)]
-    assert plans[0] == plans[1]
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
+from plait_disagg.messages.hot_rows import RowReceiver, RowSavings, RowSender
 from plait_disagg.messages.layout import layout_of_crossing
 from plait_disagg.messages.wire import DenseAsk, dense_message, parse_dense
 from plait_disagg.package import Package
-from plait_disagg.queue.knobs import CachePolicy, WireFormat, WorkerKnobs
-from plait_fabric.layouts import Layout
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_fabric.memory.pool import Lease, Pool
 from support import rank_rows as kit
 
@@ -27,13 +24,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return kit.packaged(tmp_path_factory.mktemp("rows") / "match")
 
 
-def _crossed(
-    layout: Layout,
-    tensors: Mapping[str, torch.Tensor],
-    candidates: list[int],
-    wire: WireFormat,
-    hot: HotRows | None = None,
-) -> tuple[DenseAsk, int]:
+def _crossed(layout, tensors, candidates, wire, hot=None) -> tuple[DenseAsk, int]:
     """What arrives, and its bytes."""
     header, buffers = dense_message(1, layout, tensors, candidates, POOL, wire=wire, hot=hot)
     views = []
@@ -53,13 +44,7 @@ def _crossed(
     policy=st.sampled_from(["lru", "static"]),
     wire=st.sampled_from(["float32", "float16", "int8"]),
 )
-def test_what_arrives_is_the_same_with_the_cache(
-    package: Package,
-    batches: list[list[tuple[int, int]]],
-    cache_rows: int,
-    policy: CachePolicy,
-    wire: WireFormat,
-) -> None:
+def test_what_arrives_is_the_same_with_the_cache(package, batches, cache_rows, policy, wire):
     """Bit for bit, in every wire format, with caches smaller than a request; and the bytes saved are those counted."""
     sparse = package.sparse()
     layout = layout_of_crossing(package.dense().crossing, package.card().inputs)

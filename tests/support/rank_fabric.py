@@ -135,11 +135,11 @@ class Rig:
         self._stops.append(lambda: front.stop(drain_s=0.5))
         return front
 
-    async def ranker(self, *names: str, **options: Any) -> CoreRanker:
+    async def ranker(self, *names: str, model: str = "tiny", **options: Any) -> CoreRanker:
         """A remote ranker that is ready."""
         names = names or ("cn",)
         options = {"replicas": len(names), "backoff": QUICK} | options
-        ranker = CoreRanker(RemoteCore("tiny", self.connect(*names), **options))
+        ranker = CoreRanker(RemoteCore(model, self.connect(*names), **options))
         self._stops.append(lambda: ranker.core.stop(drain_s=0.5))
         await until(lambda: ranker.core.ready() is None)
         return ranker

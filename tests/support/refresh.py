@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 from unittest import mock
 
 import torch
@@ -139,6 +140,15 @@ def written(folder: Path, made: Update) -> Path:
     return folder
 
 
+def applied(live: LivePackage, made: Update) -> str:
+    """The update staged and taken on, as workers do it; its version."""
+    change = live.stage(made)
+    change.touch()
+    change.write()
+    live.adopt(change)
+    return change.version
+
+
 def request(package: Package, seed: int = 0, candidates: int = 5) -> RankRequest:
     """A random request that every row of every table may be part of."""
     chance = torch.Generator().manual_seed(seed)
@@ -232,10 +242,11 @@ class ServedPackage:
         self.rig.at_end(lambda: core.stop(drain_s=0.5))
         return core, Refresher(live, core, on_version=lambda version: self.on_version(version))
 
-    async def ready(self) -> None:
-        """Waits until every CN has its HNs."""
+    async def ready(self) -> Self:
+        """This, as soon as every CN has its HNs."""
         for core in self.cores:
             await until(lambda core=core: core.metrics()["hns"] == len(self.names))
+        return self
 
     async def rank(self, seed: int, *, cn: int = 0) -> RankAnswer:
         """The answer to a request."""
@@ -266,8 +277,9 @@ class Whole:
         self.workers = RoleWorkersInProcess([Refresher(live, self.core)])
         self.ranker = CoreRanker(self.core)
 
-    async def ready(self) -> None:
+    async def ready(self) -> Self:
         """At once."""
+        return self
 
     async def rank(self, seed: int, *, cn: int = 0) -> RankAnswer:  # there is only one
         """The answer to a request."""

@@ -1,8 +1,8 @@
-"""Random tables and lookups, and the implementations of `Tables` that must agree on them."""
+"""Random tables and lookups, and shards in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from plait_disagg.tables.errors import OtherVersion
-from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.plan import ShardPlan, cut_table
-from plait_disagg.tables.protocols import LookupRequest, ShardTables, Tables
-from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.tables.protocols import LookupRequest, ShardTables
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.storage import TableSet, open_tables, write_tables
-from plait_disagg.tables.values import Lookup, Mode, OutOfRange, RowFormat, Table
+from plait_disagg.tables.values import Lookup, Mode, RowFormat, Table
 
 Weights = Mapping[str, torch.Tensor]
 MODES: tuple[Mode, ...] = ("rows", "sum", "mean", "max")
@@ -61,11 +58,6 @@ def asks(draw: st.DrawFn, weights: Weights, *, outside: bool = False) -> list[Lo
     return found
 
 
-def separate(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-    """The naive twin."""
-    return SeparateTables(weights, out_of_range)
-
-
 def stored(weights: Weights, **options: Any) -> TableSet:
     """Written to a file and mapped, as `write_tables` is told; the file itself is gone."""
     with TemporaryDirectory() as folder:
@@ -73,46 +65,21 @@ def stored(weights: Weights, **options: Any) -> TableSet:
         return open_tables(Path(folder) / "tables.safetensors")
 
 
-def fused(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-    """In one process."""
-    return FusedTables(stored(weights, out_of_range=out_of_range))
-
-
-def sharded(
-    parts: int, shards: int, *, pooled: bool = True, row_format: RowFormat = "float32"
-) -> Callable[[Weights, OutOfRange, Path], Tables]:
-    """Every table in ``parts`` pieces, dealt to ``shards``: wide tables are cut by columns if they are ``pooled``,
-    others by rows."""
-
-    def build(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-        tables = [
-            Table(name=name, rows=weight.shape[0], dim=weight.shape[1], out_of_range=out_of_range)
-            for name, weight in weights.items()
-        ]
-        plan = deal(tables, parts, shards, pooled=pooled)
-        return joined(tables, plan, [LocalShard(held) for held in held_by(plan, weights, row_format)], row_format)
-
-    return build
-
-
 class LocalShard:
-    """A shard in this process, at one version of its rows."""
+    """A shard in this process."""
 
-    def __init__(self, held: HeldPieces, version: str = "") -> None:
+    def __init__(self, held: HeldPieces) -> None:
         self.held = held
-        self.version = version
-        self.asked: list[Sequence[LookupRequest]] = []
+        self.asked: Sequence[LookupRequest] = ()
 
     def begin(self, requests: Sequence[LookupRequest], version: str) -> LocalShard:
         """See `ShardTables`."""
-        if version != self.version:
-            raise OtherVersion("a shard", asked=version, has=self.version)
-        self.asked.append(requests)
+        self.asked = requests
         return self
 
     def result(self) -> list[torch.Tensor]:
         """See `PendingLookup`."""
-        return self.held.lookup(self.asked[-1])
+        return self.held.lookup(self.asked)
 
 
 def joined(

@@ -22,6 +22,11 @@ _EPS = torch.finfo(torch.float32).eps
 _MAX_ROUNDING = 1e-3
 """The share of their spread by which rounding may move scores: more would move candidates past each other."""
 
+_BATCHES = ((1,), (7,), (64,), (5, 1, 30))
+"""The candidates of the requests of each batch."""
+
+_RTOL, _ULPS = 1e-5, 32.0
+
 _MAX_ID = 1 << 22
 """Whole numbers below may be ids that a model holds as floats: these are not rounded."""
 
@@ -97,38 +102,33 @@ def verify_halves(
     tables: Tables,
     bounds: Mapping[str, int],
     bits_promised: bool,
-    batches: Sequence[Sequence[int]] = ((1,), (7,), (64,), (5, 1, 30)),
     ids_per_bag: Mapping[str, int] | int = 20,
-    rtol: float = 1e-5,
-    ulps: float = 32.0,
-    seed: int = 0,
 ) -> Verification:
     """Run `module` and both halves on random requests (bags may be empty) and compare all outputs.
 
     Each request is then asked again with its candidates in another order, some of them twice: the scores must be the
     same, or a row has seen another.
 
-    `bounds`: see `id_bounds`. `batches`: candidates of the requests of each batch. `tables` other than the
-    module's own float32 rows need wider tolerances. A score may be off by `rtol` of itself and `ulps` units of the last
-    place of the largest score, or of 1, about what layers hold on the way: sums in another order, as other processors'
-    kernels make them, are. Where that is exceeded, what counts is how far the scores move with the last place of all
-    numbers on the way: `ulps` times that, up to a thousandth of the spread of the scores.
+    `bounds`: see `id_bounds`. `tables`: the module's own float32 rows. A score may be off by `_RTOL` of itself and
+    `_ULPS` units of the last place of the largest score, or of 1, about what layers hold on the way: sums in another
+    order, as other processors' kernels make them, are. Where that is exceeded, what counts is how far the scores move
+    with the last place of all numbers on the way: `_ULPS` times that, up to a thousandth of the spread of the scores.
 
     Raises `ReturnsNan` if the module does.
     """
     cn, hn = compile_program(halves.cn, constants, tables), compile_program(halves.hn, constants)
     runs: list[_Comparison] = []
-    for number, candidates in enumerate(batches):
-        seeds = range(seed + 1000 * number, seed + 1000 * number + len(candidates))
+    for number, candidates in enumerate(_BATCHES):
+        seeds = range(1000 * number, 1000 * number + len(candidates))
         requests = [
             sample(inputs, bounds, candidates=count, ids_per_bag=ids_per_bag, seed=one, ragged=True)
             for one, count in zip(seeds, candidates, strict=True)
         ]
         batch = collate(inputs, requests, candidates)
         wanted, got = module_outputs(module, inputs, batch), run_halves(cn, hn, batch)
-        runs.append(_Comparison(tuple(candidates), batch, wanted, got))
+        runs.append(_Comparison(candidates, batch, wanted, got))
         if len(candidates) == 1 and candidates[0] > 1:
-            order = _rearrangement(candidates[0], seed + number)
+            order = _rearrangement(candidates[0], number)
             again = collate(inputs, [_rearranged(inputs, requests[0], order)], [len(order)])
             one_by_one = [{name: value[order] for name, value in made.items()} for made in (wanted, got)]
             runs.append(
@@ -137,15 +137,15 @@ def verify_halves(
     spreads = _spreads(runs)
     checks = []
     for run in runs:
-        atols = {name: ulps * _unit(value) for name, value in run.wanted.items()}
-        check = _compare(run, rtol, atols)
+        atols = {name: _ULPS * _unit(value) for name, value in run.wanted.items()}
+        check = _compare(run, atols)
         if not check.close:
             moved = _moved_by_rounding(halves, constants, tables, run)
-            rounding = {name: max(atol, ulps * moved[name]) for name, atol in atols.items()}
+            rounding = {name: max(atol, _ULPS * moved[name]) for name, atol in atols.items()}
             atols = {
                 name: max(atol, min(rounding[name], _MAX_ROUNDING * spreads[name])) for name, atol in atols.items()
             }
-            check = replace(_compare(run, rtol, atols), is_rounding=_compare(run, rtol, rounding).close)
+            check = replace(_compare(run, atols), is_rounding=_compare(run, rounding).close)
         checks.append(check)
     return Verification(checks=tuple(checks), bits_promised=bits_promised)
 
@@ -228,7 +228,7 @@ def _called(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     return {f"score_{index}": value for index, value in enumerate(made)}
 
 
-def _compare(run: _Comparison, rtol: float, atols: Mapping[str, float]) -> BatchCheck:
+def _compare(run: _Comparison, atols: Mapping[str, float]) -> BatchCheck:
     """Compare the outputs of both. `atols`: the absolute tolerance of each."""
     wanted, got = run.wanted, run.got
     differences = [(wanted[name].double() - got[name].double()).abs() for name in wanted]
@@ -238,12 +238,10 @@ def _compare(run: _Comparison, rtol: float, atols: Mapping[str, float]) -> Batch
         max_absolute=max(float(part.max()) for part in differences),
         max_relative=max(float((part / scale).max()) for part, scale in zip(differences, scales, strict=True)),
         equal_bits=_same_shapes(wanted, got) and all(torch.equal(wanted[name], got[name]) for name in wanted),
-        close=_close(wanted, got, rtol, atols),
-        same_top=all(
-            _same_top(value, got[name], rtol, atols[name]) for name, value in wanted.items() if value.ndim == 1
-        ),
+        close=_close(wanted, got, atols),
+        same_top=all(_same_top(value, got[name], atols[name]) for name, value in wanted.items() if value.ndim == 1),
         rearranged=run.before is not None,
-        depends=run.before is not None and not _close(run.before, got, rtol, atols),
+        depends=run.before is not None and not _close(run.before, got, atols),
     )
 
 
@@ -251,11 +249,9 @@ def _same_shapes(wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Ten
     return all(wanted[name].shape == got[name].shape for name in wanted)
 
 
-def _close(
-    wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], rtol: float, atols: Mapping[str, float]
-) -> bool:
+def _close(wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], atols: Mapping[str, float]) -> bool:
     return _same_shapes(wanted, got) and all(
-        torch.allclose(got[name], value, rtol=rtol, atol=atols[name]) for name, value in wanted.items()
+        torch.allclose(got[name], value, rtol=_RTOL, atol=atols[name]) for name, value in wanted.items()
     )
 
 
@@ -295,8 +291,8 @@ def _moved_by_rounding(
     return {name: float(part.nan_to_num(0.0, 0.0).max()) for name, part in differences.items()}
 
 
-def _same_top(wanted: torch.Tensor, got: torch.Tensor, rtol: float, atol: float, best: int = 10) -> bool:
+def _same_top(wanted: torch.Tensor, got: torch.Tensor, atol: float, best: int = 10) -> bool:
     """Return whether the chosen candidates score as high in `wanted` as its own best, one by one, within tolerance."""
     count = min(best, wanted.shape[0])
     chosen = wanted[got.topk(count).indices].sort(descending=True).values
-    return torch.allclose(chosen, wanted.topk(count).values, rtol=2 * rtol, atol=2 * atol)
+    return torch.allclose(chosen, wanted.topk(count).values, rtol=2 * _RTOL, atol=2 * atol)

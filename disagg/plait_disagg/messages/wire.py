@@ -116,7 +116,7 @@ def parse_card(payload: Header) -> ModelCard:
             id_rows={str(name): int(rows) for name, rows in data["id_rows"].items()},
             packaged=str(data["packaged"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise WireError(f"not a model's card: {error!r}") from error
 
 

@@ -73,8 +73,6 @@ class SenderCache:
     """
 
     def __init__(self, *, rows: int, dim: int, slots: int, policy: CachePolicy = "lru") -> None:
-        if slots < 1 or policy not in ("static", "lru"):
-            raise ValueError(f"a cache needs at least one slot and policy static or lru, not {slots} and {policy!r}")
         self._rows, self._dim, self._slots, self._policy = rows, dim, slots, policy
         self.counters = CacheCounters()
         # Zeros are not touched until used, so that a large id space costs memory only where it is hot.
@@ -179,9 +177,9 @@ class SenderCache:
 class ReceiverCache:
     """The slots, on the side that reads rows."""
 
-    def __init__(self, *, slots: int, dim: int, device: str = "cpu") -> None:
+    def __init__(self, *, slots: int, dim: int) -> None:
         self._slots = slots
-        self._rows = torch.zeros((slots, dim), device=device)
+        self._rows = torch.zeros((slots, dim))
         self._next = 0
 
     def decode(self, message: CachedRows) -> torch.Tensor:
@@ -199,11 +197,10 @@ class ReceiverCache:
             grown = self._rows.new_zeros((self._slots + 2 * passing, self._rows.shape[1]))
             grown[: self._slots] = self._rows[: self._slots]
             self._rows = grown
-        rows = message.rows.to(self._rows.device)
-        self._rows.index_copy_(0, message.new_slots.to(self._rows.device, torch.int64), rows[:stored])
-        self._rows[self._slots : self._slots + passing] = rows[stored:]
+        self._rows.index_copy_(0, message.new_slots.to(torch.int64), message.rows[:stored])
+        self._rows[self._slots : self._slots + passing] = message.rows[stored:]
         self._next = message.number + 1
-        return self._rows.index_select(0, message.slots.to(self._rows.device))
+        return self._rows.index_select(0, message.slots)
 
     def _check(self, message: CachedRows, passing: int) -> None:
         if passing < 0 or message.rows.shape[1:] != self._rows.shape[1:] or message.rows.dtype != self._rows.dtype:
@@ -224,13 +221,13 @@ class _Recency:
 
     def __init__(self, slots: int) -> None:
         self._latest = np.full(slots, -1, dtype=np.int64)  # where in the log the slot's latest use is
-        self._log = np.empty(max(1024, 4 * slots), dtype=np.int32)
+        self._log = np.empty(max(1024, 4 * slots), dtype=np.int32)  # what is live and one more message fit
         self._start = self._end = 0
 
     def touch(self, slots: NDArray[np.int32]) -> None:
         """Record that these distinct slots were used now, in this order."""
         if self._end + slots.size > self._log.size:
-            self._compact(slots.size)
+            self._compact()
         self._log[self._end : self._end + slots.size] = slots
         self._latest[slots] = np.arange(self._end, self._end + slots.size)
         self._end += slots.size
@@ -250,11 +247,9 @@ class _Recency:
         self._latest[taken] = -1
         return taken
 
-    def _compact(self, room: int) -> None:
+    def _compact(self) -> None:
         entries = self._log[self._start : self._end]
         live = entries[self._latest[entries] == np.arange(self._start, self._end)]
-        if live.size + room > self._log.size:
-            self._log = np.empty(2 * (live.size + room), dtype=np.int32)
         self._log[: live.size] = live
         self._latest[live] = np.arange(live.size)
         self._start, self._end = 0, live.size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,52 +9,38 @@ from fakes.graphs import FakeCapture
 from plait_disagg.dense.graphed import DenseGraphs
 from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.program import USER_OF
-from plait_disagg.graph.sample_inputs import sample
-from plait_disagg.messages.check import check_request
-from plait_disagg.models.configs import build, ids_per_bag
-from plait_disagg.package import Package, PackageOptions, open_package, write_package
 from plait_disagg.queue.batch import user_of
 from plait_kernels.executors.graphs import GraphMemory
+from support.dense import PackagedConfiguration
 
-SCALES = {"rm1": 1e-4, "two-tower": 1e-3, "din": 1e-4}
 BATCHES = ((1,), (3,), (7,), (5, 1, 20), (64,), (30, 30, 3), (3,), (7,), (5, 2, 19))
 
 
-@pytest.fixture(scope="module", params=sorted(SCALES))
-def package(request, tmp_path_factory) -> Package:
-    """A packaged configuration with few rows."""
-    folder: Path = tmp_path_factory.mktemp("graphed") / request.param
-    module, inputs = build(request.param, rows_scale=SCALES[request.param])
-    hot = {bag: min(ids, 8) for bag, ids in ids_per_bag(request.param).items()}
-    write_package(folder, module, inputs, name="m", options=PackageOptions(ids_per_bag=hot))
-    return open_package(folder)
+@pytest.fixture(scope="module", params=["rm1", "two-tower", "din"])
+def configuration(request, tmp_path_factory) -> PackagedConfiguration:
+    """A packaged one."""
+    return PackagedConfiguration(request.param, tmp_path_factory.mktemp("graphed") / request.param)
 
 
-def make_graphs(package: Package, capture: FakeCapture) -> DenseGraphs:
-    """Of the package's dense half, on the CPU."""
-    return DenseGraphs(
-        compile_program(package.hn, package.constants), torch.device("cpu"), GraphMemory(capture, budget_bytes=1 << 30)
-    )
+def make_graphs(configuration: PackagedConfiguration) -> DenseGraphs:
+    """Of its dense half, on the CPU."""
+    package = configuration.package
+    program, memory = compile_program(package.hn, package.constants), GraphMemory(FakeCapture(), budget_bytes=1 << 30)
+    return DenseGraphs(program, torch.device("cpu"), memory)
 
 
-def crossing(package: Package, candidates: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+def crossing(configuration: PackagedConfiguration, candidates: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
     """What an HN is given for a batch."""
-    card, manifest = package.card(), package.manifest
-    samples = [
-        sample(manifest.inputs, manifest.bounds, candidates=n, seed=seed + at) for at, n in enumerate(candidates)
-    ]
-    requests = [check_request(card, tensors, request_id=str(at)) for at, tensors in enumerate(samples)]
-    given = dict(package.sparse().run(requests))
-    return given | {USER_OF: user_of(candidates)}
+    requests = configuration.requests(*candidates, seed=seed)
+    return {**configuration.package.sparse().run(requests), USER_OF: user_of(candidates)}
 
 
-def test_scores_are_those_of_the_program(package):
+def test_scores_are_those_of_the_program(configuration):
     """Eagerly, captured, again where a larger one came, replayed; one user and several; what the last batch left in a
     graph does not show."""
-    capture = FakeCapture()
-    half, graphs = package.dense(), make_graphs(package, capture)
+    half, graphs = configuration.package.dense(), make_graphs(configuration)
     for seed, candidates in enumerate(BATCHES * 3):
-        given = crossing(package, candidates, seed)
+        given = crossing(configuration, candidates, seed)
         wanted = half.run(given, candidates)
         made = graphs.run(given, len(candidates), sum(candidates))
         assert made.keys() == wanted.keys()
@@ -65,10 +49,10 @@ def test_scores_are_those_of_the_program(package):
     assert graphs.graphs == len({(len(batch), (sum(batch) - 1).bit_length()) for batch in BATCHES})
 
 
-def test_answers_stay_when_the_graph_runs_again(package):
+def test_answers_stay_when_the_graph_runs_again(configuration):
     """What was returned is not overwritten by the next batch of its bucket."""
-    graphs = make_graphs(package, FakeCapture())
-    batches = [crossing(package, (8,), seed) for seed in range(3)]
+    graphs = make_graphs(configuration)
+    batches = [crossing(configuration, (8,), seed) for seed in range(3)]
     first, second, _ = (graphs.run(given, 1, 8) for given in batches)
     kept = {name: value.clone() for name, value in second.items()}
     graphs.run(batches[0], 1, 8)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,78 +10,26 @@ import torch
 from plait_disagg.dense import prepared
 from plait_disagg.dense.prepared import DensePrograms
 from plait_disagg.graph.execute import compile_program
-from plait_disagg.graph.inputs import Input
-from plait_disagg.graph.sample_inputs import collate, for_module, sample
-from plait_disagg.messages.check import check_request
-from plait_disagg.models.configs import build, ids_per_bag
-from plait_disagg.package import Package, PackageOptions, open_package, write_package
+from plait_disagg.package import Package
 from plait_disagg.package.halves import CompiledDense
-from plait_disagg.values import RankRequest
-from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.whole import WholeCore
 from plait_kernels.executors import ExecutorError, background
 from support import refresh as kit
-from support.dense import programs_win
-from support.rank_fabric import QUICK, Rig
+from support.dense import PackagedConfiguration, programs_win
 
 pytest.importorskip("openvino", reason="needs openvino")
 
 from plait_kernels.executors import openvino_static  # after the skip
-from support.waiting import until
-
-SCALES = {"rm1": 1e-4, "rm2": 1e-4, "rm3": 1e-4, "criteo-kaggle": 1e-4, "mlperf-dcnv2": 1e-6, "two-tower": 1e-3}
-ROWS = (1, 3, 100)
-CALLS = 4
 
 
-class Model:
-    """A packaged configuration, its module and requests for it."""
-
-    def __init__(self, name: str, folder: Path, **options) -> None:
-        self.hot = {bag: min(ids, 8) for bag, ids in ids_per_bag(name).items()}
-        self.module, self.inputs = build(name, rows_scale=SCALES[name])
-        write_package(
-            folder, self.module, self.inputs, name="m", options=PackageOptions(ids_per_bag=self.hot, **options)
-        )
-        self.package = open_package(folder)
-
-    def request(self, rows: int, seed: int = 0) -> RankRequest:
-        tensors = sample(
-            self.inputs, self.package.manifest.bounds, candidates=rows, ids_per_bag=self.hot, seed=seed, ragged=True
-        )
-        return check_request(self.package.card(), tensors, request_id=f"{rows}-{seed}")
-
-    def wanted(self, *requests: RankRequest) -> torch.Tensor:
-        """The whole module's scores."""
-        inputs: tuple[Input, ...] = tuple(self.inputs)
-        batch = collate(inputs, [one.tensors for one in requests], [one.candidates for one in requests])
-        with torch.no_grad():
-            made: torch.Tensor = self.module(**for_module(inputs, batch))
-        return made
-
-
-@pytest.fixture(scope="module", params=sorted(SCALES))
-def model(request, tmp_path_factory) -> Model:
-    return Model(request.param, tmp_path_factory.mktemp("dense") / request.param)
+@pytest.fixture(scope="module", params=["rm1", "criteo-kaggle", "mlperf-dcnv2", "two-tower"])
+def model(request, tmp_path_factory) -> PackagedConfiguration:
+    return PackagedConfiguration(request.param, tmp_path_factory.mktemp("dense") / request.param)
 
 
 @pytest.fixture(scope="module")
-def tower(tmp_path_factory) -> Model:
-    return Model("two-tower", tmp_path_factory.mktemp("dense") / "tower")
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory) -> Package:
-    """A small package that can be refreshed."""
-    return kit.packaged(tmp_path_factory.mktemp("updates") / "parts")
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig() as made:
-        yield made
+def tower(tmp_path_factory) -> PackagedConfiguration:
+    return PackagedConfiguration("two-tower", tmp_path_factory.mktemp("dense") / "tower")
 
 
 def half_of(package: Package, **options) -> CompiledDense:
@@ -93,17 +39,12 @@ def half_of(package: Package, **options) -> CompiledDense:
     return half
 
 
-def crossing(model: Model, *rows: int, seed: int = 0):
-    requests = [model.request(count, seed + number) for number, count in enumerate(rows)]
-    return requests, model.package.sparse().run(requests)
-
-
-def run(half: CompiledDense, model: Model, *rows: int, seed: int = 0):
+def run(half: CompiledDense, model: PackagedConfiguration, *rows: int, seed: int = 0):
     """Scores of a batch and of the whole module."""
-    requests, given = crossing(model, *rows, seed=seed)
+    requests = model.requests(*rows, seed=seed)
     with torch.inference_mode():
-        made = next(iter(half.run(given, rows).values()))
-    return made, model.wanted(*requests)
+        made = next(iter(half.run(model.package.sparse().run(requests), rows).values()))
+    return made, model.wanted(requests)
 
 
 @pytest.fixture(autouse=True)
@@ -118,36 +59,16 @@ def one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
-class TestScores:
-    async def test_of_a_cn_and_an_hn_are_the_whole_models(self, model, rig):
-        """At every number of rows, first by torch and then by a program, within 1e-5."""
-        half = model.package.dense(prepares=True)
-        card = model.package.card(mode="split")
-        hn = HnWorker(card, half, [rig.listen("hn")])
-        rig.at_end(lambda: hn.stop(drain_s=0.5))
-        core = CnCore(card, model.package.sparse(), rig.connect("hn"), backoff=QUICK)
-        rig.at_end(lambda: core.stop(drain_s=0.5))
-        ranker = CoreRanker(core)
-        await until(lambda: core.ready() is None)
-        with programs_win():
-            for rows in ROWS:
-                before = half.programs.batches
-                for seed in range(CALLS + 2):
-                    asked = model.request(rows, seed)
-                    answer = await ranker.rank(asked)
-                    got = next(iter(answer.outputs.values()))
-                    torch.testing.assert_close(got, model.wanted(asked), rtol=0, atol=1e-5)
-                    background.wait()
-                assert half.programs.batches > before, rows
-
-    def test_of_batches_of_several_users_are_the_whole_models(self, model):
-        """Users of one and of many candidates beside each other; fewer of both than the bucket has."""
-        half = half_of(model.package)
-        with programs_win():
-            for seed in range(0, 50, 10):
-                got, wanted = run(half, model, 30, 1, 20, seed=seed)
-                torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-            assert half.programs.batches
+@pytest.mark.parametrize("rows", [(1,), (3,), (100,), (30, 1, 20)])
+def test_scores_are_the_whole_models(model, rows):
+    """By torch and by a program, of one user and of several, with many candidates and with one."""
+    half = half_of(model.package)
+    with programs_win():
+        for seed in range(0, 50, 10):
+            got, wanted = run(half, model, *rows, seed=seed)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        assert half.programs.batches
+        if len(rows) > 1:
             got, wanted = run(half, model, 17, 17, 15, seed=99)  # the fewest rows of the same bucket
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
@@ -239,9 +160,21 @@ class TestChoice:
 
     def test_an_exact_package_and_another_device_have_no_programs(self, tmp_path):
         """`--no-tile` promises bits."""
-        exact = Model("two-tower", tmp_path / "exact", tile=False)
+        exact = PackagedConfiguration("two-tower", tmp_path / "exact", tile=False)
         assert exact.package.dense(prepares=True).programs is None
         assert exact.package.dense().programs is None
+
+
+def spoil(monkeypatch, share):
+    """Make all programs compute one row wrong, by that share."""
+    honest = openvino_static.StaticProgram.run
+
+    def wrong(self, inputs, *args, **kwargs):
+        made = honest(self, inputs, *args, **kwargs)
+        made[0][0] += share * float(made[0].abs().max().clamp(min=1.0))
+        return made
+
+    monkeypatch.setattr(openvino_static.StaticProgram, "run", wrong)
 
 
 class TestFallback:
@@ -270,14 +203,7 @@ class TestFallback:
 
     def test_a_program_that_computes_something_else(self, tower, monkeypatch, caplog):
         """By a little more than is allowed, in one row only."""
-        honest = openvino_static.StaticProgram.run
-
-        def wrong(self, inputs, *args, **kwargs):
-            made = honest(self, inputs, *args, **kwargs)
-            made[0][0] += 1e-4 * float(made[0].abs().max().clamp(min=1.0))
-            return made
-
-        monkeypatch.setattr(openvino_static.StaticProgram, "run", wrong)
+        spoil(monkeypatch, 1e-4)
         half = half_of(tower.package)
         self.check(half, tower, caplog, "differs by 0.0001")
         assert half.programs.batches == 0
@@ -304,16 +230,9 @@ class TestFallback:
             for _ in range(4):
                 run(half, tower, 8)
         assert half.metrics() == {"audit_checked_total": 1, "audit_drifted_total": 0}
-        honest = openvino_static.StaticProgram.run
-
-        def wrong(self, inputs, *args, **kwargs):
-            made = honest(self, inputs, *args, **kwargs)
-            made[0][3] += 2e-5 * float(made[0][3].abs().clamp(min=1.0))
-            return made
-
-        monkeypatch.setattr(openvino_static.StaticProgram, "run", wrong)
-        requests, given = crossing(tower, 8)
-        wanted = tower.wanted(*requests)
+        spoil(monkeypatch, 2e-5)
+        requests = tower.requests(8, seed=0)
+        given, wanted = tower.package.sparse().run(requests), tower.wanted(requests)
         off = 0
         with torch.inference_mode(), caplog.at_level(logging.WARNING), programs_win():
             for _ in range(1010):
@@ -345,31 +264,12 @@ class TestFallback:
 class TestUpdates:
     """Programs of the weights of before never answer for the weights of now."""
 
-    def test_another_halfs_weights_are_its_own(self, tower):
-        """With programs in use, before and after."""
-        half = half_of(tower.package)
-        with programs_win():
-            for _ in range(4):
-                old, wanted = run(half, tower, 8)
-            changed = {name: value * 1.5 for name, value in tower.package.constants.items()}
-            other = half.with_constants(changed)
-            first, _ = run(other, tower, 8)
-            assert float((first - old).abs().max()) > 1e-3
-            for _ in range(4):
-                later, _ = run(other, tower, 8)
-                background.wait()  # its own programs are tried on a thread
-            assert other.programs.batches == 2
-            assert half.programs.batches == 1
-            torch.testing.assert_close(later, first, rtol=0, atol=1e-5 * float(first.abs().max().clamp(min=1)))
-            torch.testing.assert_close(run(half, tower, 8)[0], wanted, rtol=0, atol=1e-5)
-
-    async def test_every_answer_is_of_the_version_it_names(self, template, tmp_path, rig):
+    async def test_every_answer_is_of_the_version_it_names(self, parts, tmp_path, rig):
         """Three versions while requests come: by programs and by torch, each within 1e-5 of its version's own twin."""
-        folder = kit.copied(template, tmp_path / "parts")
+        folder = kit.copied(parts, tmp_path / "parts")
         answers, on_programs = [], []
         with programs_win():
-            served = kit.ServedPackage(rig, folder, prepares=True)
-            await served.ready()
+            served = await kit.ServedPackage(rig, folder, prepares=True).ready()
             for version in ("1", "2", "3"):
                 if version != "1":
                     base = str(int(version) - 1)

@@ -52,16 +52,5 @@ def test_a_users_input_sent_for_every_candidate_is_named_with_the_operator():
 
 def test_a_cut_without_anything_odd_needs_no_words():
     """Sums of the rows are fewer bytes than their ids."""
-    assert (
-        advised(
-            on_cn=(
-                "plait.tile",
-                "aten.mul.Tensor",
-                "aten.relu.default",
-                "aten.sum.dim_IntList",
-                "aten.squeeze.dim",
-                "aten.add.Tensor",
-            )
-        )[1:]
-        == ()
-    )
+    summed = [f"aten.{op}" for op in ("mul.Tensor", "relu.default", "sum.dim_IntList", "squeeze.dim", "add.Tensor")]
+    assert advised(on_cn=("plait.tile", *summed))[1:] == ()

@@ -1,4 +1,4 @@
-"""Bytes by arithmetic against bytes that were there; seconds by a clock of our own; the HN's model."""
+"""Bytes by arithmetic against bytes that were there; seconds by a clock of our own."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import itertools
 
 import pytest
 
-from plait_disagg.graph.costs import cut_problem, hn_seconds, measure_seconds, value_bytes
-from plait_disagg.graph.cut import check_cut, crossing_values
-from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.costs import measure_seconds, value_bytes
+from plait_disagg.graph.cut import check_cut
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
-from plait_disagg.graph.operators import kind_of
 from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
 from plait_disagg.graph.tile import tile
 from plait_disagg.tables.reference import SeparateTables
-from support.graph import crossing_bytes, model, table_rows
+from support.graph import model, table_rows
 
 
 @pytest.mark.parametrize("name", ["small", "zoo"])
@@ -46,33 +44,6 @@ def test_seconds_are_medians_of_what_the_clock_said():
     )
     assert set(seconds) >= set(reads(program))
     assert set(seconds.values()) == {1.0}
-
-
-def test_the_hn_model_divides_by_kind_and_has_a_floor():
-    """A modelled second is the CN's over the speed-up of its kind, never below a kernel's floor."""
-    _, captured = model("small")
-    program = tile(captured.program)
-    cn_s = {name: (1.0 if "linear" in name else 0.0) for name in reads(program)}
-    hn_s = hn_seconds(program, cn_s)
-    kinds = {node.name: kind_of(node.op) for node in program.nodes}
-    assert hn_s["linear"] == pytest.approx(1 / 100)
-    assert {hn_s[name] for name, kind in kinds.items() if kind == "layout"} == {1e-6}
-
-
-@pytest.mark.parametrize("cutter", ["mincut", "prism"])
-def test_a_cut_sends_pooled_rows_not_ids_and_user_rows_once(cutter):
-    """DLRM at 64 candidates: the dense input or its vector once, and 8 pooled vectors of 32 (6 of them once)."""
-    _, captured = model("rm1")
-    program = tile(captured.program)
-    cn_s = {node.name: 1e-5 for node in program.nodes}
-    per_bag = {f"c{index}": 80 for index in range(8)}
-    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag=per_bag)
-    chosen = CUTTERS[cutter].cut(problem)
-    crossing = crossing_values(program, chosen)
-    assert {f"tables.c{index}" for index in range(8)} <= set(crossing)
-    pooled = sum(problem.value_bytes[f"tables.c{index}"] for index in range(8))
-    assert pooled == (6 + 2 * 64) * 32 * 4
-    assert crossing_bytes(problem, chosen) <= pooled + 128 * 4
 
 
 def test_what_a_cut_may_not_do_is_an_error_that_names_it():

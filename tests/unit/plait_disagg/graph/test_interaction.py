@@ -72,21 +72,17 @@ def test_scores_stay(data):
 
 
 def test_the_users_dots_have_a_row_per_user():
-    """Three user vectors: their three pairs once per user; the candidate's against all four per candidate."""
+    """Three user vectors: their three pairs once per user; the candidate's against all four per candidate. With
+    `factor_linears` the user's are never repeated over the candidates, only their share of the layer is."""
     lower = [place for place in range(16) if place // 4 > place % 4]
-    _, _, (program, _) = programs(["user", "user", "user", "item"], lower)
+    _, _, after = programs(["user", "user", "user", "item"], lower)
+    program, _ = after
     shapes = {(node.rows, node.shape) for node in program.nodes if node.op == "aten.bmm.default"}
     assert shapes == {("user", (-1, 3, 3)), ("item", (-1, 1, 4))}
     picked = {(node.rows, node.shape) for node in program.nodes if node.op == "aten.index.Tensor"}
     assert picked == {("user", (-1, 3)), ("item", (-1, 3))}
-
-
-def test_the_users_share_of_the_layer_follows():
-    """With `factor_linears` the dots of the user are never repeated over the candidates, only their sum is."""
-    lower = [place for place in range(16) if place // 4 > place % 4]
-    _, _, after = programs(["user", "user", "user", "item"], lower)
-    program, _ = factor_linears(*after)
-    tiled = [node.shape for node in program.nodes if node.op == TILE]
+    factored, _ = factor_linears(*after)
+    tiled = [node.shape for node in factored.nodes if node.op == TILE]
     assert (-1, 3) not in tiled
     assert (-1, 5) in tiled
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
-import torch
 from torch import nn
 
 from plait_disagg.graph.capture import capture
@@ -78,30 +77,6 @@ def test_the_picture_is_xml_with_a_box_per_group_and_a_label_per_crossing(name, 
     assert any(text.startswith("a <model> & more") for text in texts)
     heights = [float(rect.get("y")) + float(rect.get("height")) for rect in boxes]
     assert max(heights) < float(root.get("height"))
-
-
-class _Pooled(nn.Module):
-    """A padded list of tags per candidate, averaged by hand, then a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.tags = nn.Embedding(50, 16)
-        self.out = nn.Linear(17, 1)
-
-    def forward(self, *, tags, price):
-        return self.out(torch.cat([self.tags(tags).mean(dim=1), price], dim=1)).squeeze(1)
-
-
-def test_the_exact_cut_pools_before_it_sends_where_colouring_does_not():
-    """Colouring grows up to the lookup and sends every tag's row; the exact cut averages on the CN."""
-    captured = capture(_Pooled().eval(), (Ids("tags", shape=(20,)), Dense("price")))
-    program = tile(captured.program)
-    cn_s = {name: 1e-3 if "linear" in name else 1e-6 for name in reads(program)}
-    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={})
-    sent = {
-        name: cut_report(program, cutter.cut(problem), ids_per_bag={}).bytes_at(64) for name, cutter in CUTTERS.items()
-    }
-    assert sent == {"prism": 64 * (20 * 16 + 1) * 4, "mincut": 64 * (16 + 1) * 4}
 
 
 class _Spread(nn.Module):

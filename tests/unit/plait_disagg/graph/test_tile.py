@@ -10,21 +10,10 @@ import torch
 from plait_disagg.graph.edit import lookups_of
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.execute import compile_program, stages, tile_rows
-from plait_disagg.graph.program import TILE
 from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
 from plait_disagg.graph.tile import keeps_bits, tile
 from plait_disagg.tables.reference import SeparateTables
 from support.graph import model, table_rows
-
-
-def test_user_side_work_is_done_once_per_user():
-    """Tiled, the bottom MLP and the user's lookups have user rows, and tiles stand only where they meet candidates."""
-    _, captured = model("small")
-    program = tile(captured.program)
-    rows = {node.name: node.rows for node in program.nodes}
-    assert {rows[name] for name in ("linear", "relu", "linear_1", "history_2", "country_2")} == {"user"}
-    tiled = [node.args[0].name for node in program.nodes if node.op == TILE]
-    assert sorted(tiled) == ["country_2", "history_2", "linear_1"]
 
 
 def test_exact_tiling_leaves_no_arithmetic_to_the_user_side():

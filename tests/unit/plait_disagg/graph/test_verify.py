@@ -8,53 +8,11 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.capture import capture
-from plait_disagg.graph.costs import cut_problem
-from plait_disagg.graph.cutters import CUTTERS
-from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import Dense
-from plait_disagg.graph.sample_inputs import id_bounds
 from plait_disagg.graph.split import split
-from plait_disagg.graph.tile import keeps_bits, tile
+from plait_disagg.graph.tile import tile
 from plait_disagg.graph.verify import verify_halves
 from plait_disagg.tables.reference import SeparateTables
-from support.graph import model, table_rows
-
-
-def verified(name, *, exact, tables=None, constants=None, **options):
-    module, captured = model(name)
-    program = tile(captured.program, exact=exact)
-    problem = cut_problem(program, dict.fromkeys(reads(program), 1e-5), candidates=8, ids_per_bag={})
-    halves = split(program, CUTTERS["mincut"].cut(problem))
-    return verify_halves(
-        module,
-        captured.inputs,
-        halves,
-        constants=constants or captured.constants,
-        tables=SeparateTables(tables or captured.tables),
-        bounds=id_bounds(program, table_rows(captured)),
-        bits_promised=exact and keeps_bits(program),
-        **options,
-    )
-
-
-def test_true_halves_pass_and_single_requests_have_the_modules_bits():
-    """All promises kept: bits alone, 1e-5 in company."""
-    for name in ("small", "zoo", "weighted"):
-        exact = verified(name, exact=True)
-        assert exact.ok, exact.failures
-        assert exact.bits_promised == (name != "weighted")
-        if exact.bits_promised:
-            assert all(check.equal_bits for check in exact.checks if len(check.candidates) == 1)
-        assert verified(name, exact=False).ok
-
-
-def test_a_wrong_constant_is_found():
-    """A weight that is not the module's shows as outputs that differ, with the size of the difference."""
-    _, captured = model("small")
-    wrong = {name: tensor + 0.1 if name == "top.2.bias" else tensor for name, tensor in captured.constants.items()}
-    found = verified("small", exact=True, constants=wrong)
-    assert not found.ok
-    assert all("outputs differ by" in text for text in found.failures)
 
 
 class Rated(nn.Module):
@@ -75,7 +33,7 @@ class Rated(nn.Module):
         return (first - second).squeeze(1).float()
 
 
-def verified_rates(level, kind=lambda x: x, change=lambda halves: halves):
+def verified_rates(level, kind=lambda x: x, change=lambda halves: halves, *, spoil=dict, bits_promised=False):
     """Compare the halves of `Rated` with its exact scores: the difference is rounding, on every processor."""
     captured = capture(Rated(level, kind).eval(), Rated.inputs)
     halves = change(split(tile(captured.program), ()))
@@ -83,11 +41,26 @@ def verified_rates(level, kind=lambda x: x, change=lambda halves: halves):
         Rated(level, kind, exact=True).eval(),
         Rated.inputs,
         halves,
-        constants=captured.constants,
+        constants=spoil(captured.constants),
         tables=SeparateTables({}),
         bounds={},
-        bits_promised=False,
+        bits_promised=bits_promised,
     )
+
+
+def test_a_wrong_constant_is_found():
+    """A weight that is not the module's shows as outputs that differ, with the size of the difference."""
+    name = "rates.1.2.bias"
+    found = verified_rates(0.0, spoil=lambda constants: {**constants, name: constants[name] + 0.1})
+    assert found.failures
+    assert all("outputs differ by 0.1" in text for text in found.failures)
+
+
+def test_rounding_fails_the_promise_of_bits():
+    """And nothing else."""
+    found = verified_rates(1_000.0, bits_promised=True)
+    assert found.failures
+    assert all("bits differ" in text for text in found.failures)
 
 
 def test_rounding_of_larger_numbers_is_no_fault_of_the_halves():
@@ -117,11 +90,3 @@ def test_a_row_that_depends_on_others_is_told_from_rounding():
     assert told
     assert all("a row depends on others" in text for text in told)
     assert not any("a row depends" in text for text in set(found.failures) - set(told))
-
-
-def test_rounded_rows_fail_the_promise_of_bits_and_pass_a_wider_tolerance():
-    """Tables in half precision are not the module's: the caller says how far off they may be."""
-    _, captured = model("small")
-    rounded = {name: table.half().float() for name, table in captured.tables.items()}
-    assert not verified("small", exact=True, tables=rounded).ok
-    assert verified("small", exact=False, tables=rounded, rtol=1e-2, ulps=1e5).ok

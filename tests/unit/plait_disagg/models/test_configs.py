@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from plait_disagg.graph.inputs import OFFSETS, Bag, check_inputs, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, check_inputs
+from plait_disagg.messages.check import check_request
 from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
 from plait_disagg.models.layers import filled
 from plait_disagg.models.requests import random_request, zipf
+from plait_disagg.values import ModelCard
 
 
 @pytest.mark.parametrize(
-    ("name", "tables", "dim", "ids", "dense_parameters"),
+    ("name", "tables", "dim", "ids", "mlps"),
     [
         # facts of DeepRecSys' configurations: ids per sample 640, 3,840, 200
-        ("rm1", 8, 32, 640, (128 * 64 + 64) + (64 * 32 + 32) + (288 * 256 + 256) + (256 * 64 + 64) + 65),
-        ("rm2", 32, 64, 3840, (256 * 128 + 128) + (128 * 64 + 64) + (2112 * 128 + 128) + (128 * 64 + 64) + 65),
-        (
-            "rm3",
-            10,
-            32,
-            200,
-            (2560 * 1024 + 1024) + (1024 * 256 + 256) + (256 * 32 + 32) + (352 * 512 + 512) + (512 * 256 + 256) + 257,
-        ),
-        ("mlperf-dcnv2", 26, 128, 214, None),
-        ("criteo-kaggle", 26, 16, 0, None),
+        ("rm1", 8, 32, 640, [(128, 64, 32), (288, 256, 64, 1)]),
+        ("rm2", 32, 64, 3840, [(256, 128, 64), (2112, 128, 64, 1)]),
+        ("rm3", 10, 32, 200, [(2560, 1024, 256, 32), (352, 512, 256, 1)]),
+        ("mlperf-dcnv2", 26, 128, 214, []),
+        ("criteo-kaggle", 26, 16, 0, []),
     ],
 )
-def test_shapes_are_the_published_ones(name, tables, dim, ids, dense_parameters):
-    """Tables, width, ids of a sample, and the parameters of the dense part."""
+def test_shapes_are_the_published_ones(name, tables, dim, ids, mlps):
+    """Tables, width, ids of a sample, and the parameters of the dense part: those of its layers, by their widths."""
     module, inputs = build(name, rows_scale=1e-6)
     check_inputs(inputs)
     assert {table.weight.shape[1] for table in module.tables.values()} == {dim}
@@ -38,7 +36,7 @@ def test_shapes_are_the_published_ones(name, tables, dim, ids, dense_parameters)
     dense = sum(p.numel() for key, p in module.named_parameters() if not key.startswith("tables."))
     if name == "mlperf-dcnv2":
         assert dense == pytest.approx(16.04e6, rel=0.002)
-    assert dense_parameters is None or dense == dense_parameters
+    assert not mlps or dense == sum(width * (before + 1) for mlp in mlps for before, width in pairwise(mlp))
 
 
 def test_the_dot_interaction_is_as_wide_as_the_formula_says():
@@ -66,7 +64,6 @@ def test_a_large_table_repeats_its_first_block():
     weight = filled(150_000, 2, seed=0)
     assert torch.equal(weight[:1000], weight[65_536:66_536])
     assert float(weight.abs().max()) <= 150_000**-0.5
-    assert weight[:65_536].unique(dim=0).shape[0] > 60_000
 
 
 @pytest.mark.parametrize(
@@ -75,14 +72,11 @@ def test_a_large_table_repeats_its_first_block():
 def test_ids_are_as_skewed_as_zipf(alpha, hottest_percent, share):
     """Share of the hottest rows of a million, as facts about Zipf say (one in 10^6 runs would miss by chance)."""
     ids = zipf(alpha)(100_000, 1_000_000, torch.Generator().manual_seed(2))
-    ranks = ids.unique(return_counts=True)[1].sort(descending=True).values
     assert ids.min() >= 0
     assert ids.max() < 1_000_000
-    # Ranks by count over-estimate the tail's share a little: compare with the law's own hottest rows.
     hot = set((torch.arange(10_000 * hottest_percent) * 2_654_435_761 % 1_000_000).tolist())
     seen = sum(value in hot for value in ids.tolist()) / len(ids)
     assert seen == pytest.approx(share, abs=0.03)
-    assert ranks[0] > 1
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -93,14 +87,8 @@ def test_requests_have_the_declared_tensors(name):
     request = random_request(inputs, {}, model=name, candidates=5, ids_per_bag=per_bag, seed=3)
     again = random_request(inputs, {}, model=name, candidates=5, ids_per_bag=per_bag, seed=3)
     other = random_request(inputs, {}, model=name, candidates=5, ids_per_bag=per_bag, seed=4)
-    assert tuple(request.tensors) == tensor_names(inputs)
+    check_request(ModelCard(name=name, version="1", inputs=inputs, outputs={}), request.tensors, request_id="r")
     assert all(torch.equal(request.tensors[key], again.tensors[key]) for key in request.tensors)
     assert any(not torch.equal(request.tensors[key], other.tensors[key]) for key in request.tensors)
-    for item in inputs:
-        rows = 1 if item.side == "user" else 5
-        tensor = request.tensors[item.name]
-        if isinstance(item, Bag):
-            assert tensor.shape == (rows * per_bag[item.name],)
-            assert request.tensors[item.name + OFFSETS].shape == (rows + 1,)
-        else:
-            assert tensor.shape == (rows, *item.shape)
+    for bag, ids in per_bag.items():
+        assert request.tensors[bag].numel() == request.tensors[bag + OFFSETS].diff().numel() * ids

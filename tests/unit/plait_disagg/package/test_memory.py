@@ -22,24 +22,13 @@ from plait_disagg.package import PackageError, PackageOptions, open_package, wri
 from plait_disagg.package.manifest import sha256_of
 from plait_disagg.package.memory import check_memory
 from support.graph import model
-
-INPUTS = (Dense("age", "user"), Bag("genres", "item"))
-
-
-class Model(nn.Module):
-    """One table and one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.genres = nn.EmbeddingBag(12, 8, mode="sum", include_last_offset=True)
-        self.top = nn.Linear(9, 1)
-
-    def forward(self, age: Any, genres: Any, genres_offsets: Any) -> Any:
-        return {"scores": self.top(torch.cat([age, self.genres(genres, genres_offsets)], 1)).squeeze(1)}
+from support.graph_models import Small
 
 
 class Wide(nn.Module):
     """Half a megabyte for each candidate."""
+
+    inputs = (Dense("age", "user"), Bag("genres", "item"))
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +43,7 @@ class Wide(nn.Module):
 def folder(tmp_path: Path) -> Path:
     """A package that a test may spoil."""
     torch.manual_seed(0)
-    write_package(tmp_path / "small", Model().eval(), INPUTS, name="small")
+    write_package(tmp_path / "small", Small().eval(), Small.inputs, name="small")
     return tmp_path / "small"
 
 
@@ -145,34 +134,36 @@ def test_a_package_that_asks_for_too_much_memory_is_refused_when_it_is_loaded(
     assert allocated.nbytes < 1 << 20
 
 
-def test_a_number_of_rows_is_a_size_and_nothing_else(folder: Path) -> None:
-    """Finding 12: what shrinks with the candidates could be largest in between, where nobody looks."""
-    given = [rows_of("user_of"), node("a", ONES, [[9]], [9]),
-             node("b", "aten.slice.Tensor", [ref("a"), 0, N, 9], [-1])]  # fmt: skip
-    spoil(folder, "cn.json", lambda data: data["nodes"].extend(given))
-    with pytest.raises(PackageError, match="uses the number of rows as a number"):
-        open_package(folder).sparse()
+def shrink(data: dict[str, Any]) -> None:
+    """Be largest in between, where nobody looks, by becoming smaller with more candidates."""
+    sliced = node("b", "aten.slice.Tensor", [ref("a"), 0, N, 9], [-1])
+    data["nodes"].extend([rows_of("user_of"), node("a", ONES, [[9]], [9]), sliced])
 
 
-def test_a_program_reads_what_it_is_given(folder: Path) -> None:
-    """Finding 12: a declared input that is larger in truth would make everything after it larger, too."""
-
-    def widen(data: dict[str, Any]) -> None:
-        next(port for port in data["inputs"] if port["name"] == "age")["shape"] = [-1, 2]
-
-    spoil(folder, "cn.json", widen)
-    with pytest.raises(PackageError, match=r"age: the program is not given the float32 \(-1, 2\)"):
-        open_package(folder).sparse()
+def widen(data: dict[str, Any]) -> None:
+    """Declare an input that is larger in truth than what is given, and so everything after it."""
+    next(port for port in data["inputs"] if port["name"] == "age")["shape"] = [-1, 2]
 
 
-def test_the_width_of_a_row_is_the_tables(folder: Path) -> None:
-    """Finding 12: not what the program says of it."""
+def narrow(data: dict[str, Any]) -> None:
+    """Say another width of a row than the table's."""
+    next(each for each in data["nodes"] if each["op"] == LOOKUP)["shape"] = [-1, 4]
 
-    def narrow(data: dict[str, Any]) -> None:
-        next(each for each in data["nodes"] if each["op"] == LOOKUP)["shape"] = [-1, 4]
 
-    spoil(folder, "cn.json", narrow)
-    with pytest.raises(PackageError, match="is not the float32"):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (shrink, "uses the number of rows as a number"),
+        (widen, r"age: the program is not given the float32 \(-1, 2\)"),
+        (narrow, "is not the float32"),
+    ],
+)
+def test_a_program_whose_sizes_are_not_what_it_says_is_refused(
+    folder: Path, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    """Finding 12: a number of rows is a size and nothing else, and what is given and looked up is as it is."""
+    spoil(folder, "cn.json", change)
+    with pytest.raises(PackageError, match=says):
         open_package(folder).sparse()
 
 
@@ -180,9 +171,9 @@ def test_a_model_that_could_not_be_loaded_is_not_packaged(tmp_path: Path) -> Non
     """Its maker is told what to change; with fewer candidates it fits."""
     with pytest.raises(PackageError, match=r"largest_candidates=1000000: .* GiB"):
         options = PackageOptions(largest_candidates=1_000_000)
-        write_package(tmp_path / "wide", Wide().eval(), INPUTS, name="wide", options=options)
+        write_package(tmp_path / "wide", Wide().eval(), Wide.inputs, name="wide", options=options)
     assert list(tmp_path.iterdir()) == []
-    write_package(tmp_path / "wide", Wide().eval(), INPUTS, name="wide")
+    write_package(tmp_path / "wide", Wide().eval(), Wide.inputs, name="wide")
     open_package(tmp_path / "wide").dense()
 
 
@@ -203,7 +194,7 @@ def test_the_files_of_a_package_follow_the_umask(tmp_path: Path) -> None:
     """Finding 12: `constants.safetensors` was its owner's alone, so that a server of another user could not start."""
     before = os.umask(0o027)
     try:
-        write_package(tmp_path / "p", Model().eval(), INPUTS, name="p")
+        write_package(tmp_path / "p", Small().eval(), Small.inputs, name="p")
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "p").iterdir()} == {0o640}

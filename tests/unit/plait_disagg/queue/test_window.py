@@ -21,61 +21,42 @@ class Incast:
     sizes: tuple[int, ...]
 
 
-class _Simulation:
-    """Every CN has a batch ready whenever its window has room, made in no time. The HN computes one batch after the
-    other."""
-
-    def __init__(self, windows: list[Window], *, dense_s: float, wire_s: float, seed: int) -> None:
-        self.windows = windows
-        self.open = [0] * len(windows)
-        self.dense_s, self.wire_s = dense_s, wire_s
-        self.chance = random.Random(seed)
-        self.free_s = 0.0
-        self.waits: list[tuple[float, float]] = []
-        self._events: list[tuple[float, int, int, float, float, float]] = []
-        self._numbers = itertools.count()
-
-    def send(self, cn: int, now_s: float) -> None:
-        while self.open[cn] < self.windows[cn].size:
-            self.open[cn] += 1
-            came_s = now_s + self.wire_s * (1.0 + self.chance.random())
-            heapq.heappush(self._events, (came_s, next(self._numbers), cn, now_s, -1.0, 0.0))
-
-    def run(self, seconds: float) -> None:
-        for cn in range(len(self.windows)):
-            self.send(cn, self.chance.random() * self.dense_s)
-        while self._events and self._events[0][0] < seconds:
-            now_s, _, cn, sent_s, queued_s, dense_s = heapq.heappop(self._events)
-            if queued_s < 0:
-                self._arrive(cn, now_s, sent_s)
-            else:
-                self.windows[cn].answered(
-                    made_s=0.0, away_s=now_s - sent_s, queued_s=queued_s, dense_s=dense_s, open_now=self.open[cn]
-                )
-                self.open[cn] -= 1
-                self.send(cn, now_s)
-
-    def _arrive(self, cn: int, now_s: float, sent_s: float) -> None:
-        begin_s, dense_s = max(now_s, self.free_s), self.dense_s * (1.0 + 0.2 * self.chance.random())
-        self.free_s = begin_s + dense_s
-        self.waits.append((begin_s, begin_s - now_s))
-        answered_s = self.free_s + self.wire_s
-        heapq.heappush(self._events, (answered_s, next(self._numbers), cn, sent_s, begin_s - now_s, dense_s))
+SECONDS = 1.5
 
 
-def run_incast(
-    cns: int, *, most: int, adapts: bool, dense_s: float = 1e-3, wire_s: float = 3e-4, seconds: float = 1.5
-) -> Incast:
-    """``cns`` CNs for ``seconds``, of which the last two thirds are counted."""
-    simulation = _Simulation(
-        [Window(max_size=most, adapts=adapts) for _ in range(cns)], dense_s=dense_s, wire_s=wire_s, seed=1
-    )
-    simulation.run(seconds)
-    counted = [wait_s for begin_s, wait_s in simulation.waits if begin_s > seconds / 3]
+def run_incast(cns: int, *, adapts: bool = True, dense_s: float = 1e-3, wire_s: float = 3e-4) -> Incast:
+    """``cns`` CNs for `SECONDS`, of which the last two thirds are counted. Every CN has a batch ready whenever its
+    window has room, made in no time. The HN computes one batch after the other."""
+    chance, numbers, free_s = random.Random(1), itertools.count(), 0.0
+    windows = [Window(max_size=16, adapts=adapts) for _ in range(cns)]
+    open_now = [0] * cns
+    waits: list[tuple[float, float]] = []
+    events: list[tuple[float, int, int, float, dict[str, float]]] = []
+
+    def send(cn: int, now_s: float) -> None:
+        while open_now[cn] < windows[cn].size:
+            open_now[cn] += 1
+            heapq.heappush(events, (now_s + wire_s * (1.0 + chance.random()), next(numbers), cn, now_s, {}))
+
+    for cn in range(cns):
+        send(cn, chance.random() * dense_s)
+    while events[0][0] < SECONDS:
+        now_s, _, cn, sent_s, done = heapq.heappop(events)
+        if done:
+            windows[cn].answered(made_s=0.0, away_s=now_s - sent_s, open_now=open_now[cn], **done)
+            open_now[cn] -= 1
+            send(cn, now_s)
+        else:
+            begin_s, took_s = max(now_s, free_s), dense_s * (1.0 + 0.2 * chance.random())
+            free_s = begin_s + took_s
+            waits.append((begin_s, begin_s - now_s))
+            done = {"queued_s": begin_s - now_s, "dense_s": took_s}
+            heapq.heappush(events, (free_s + wire_s, next(numbers), cn, sent_s, done))
+    counted = [wait_s for begin_s, wait_s in waits if begin_s > SECONDS / 3]
     return Incast(
-        batches_per_s=len(counted) / (simulation.free_s - seconds / 3),
+        batches_per_s=len(counted) / (free_s - SECONDS / 3),
         queued_s=sum(counted) / len(counted),
-        sizes=tuple(window.size for window in simulation.windows),
+        sizes=tuple(window.size for window in windows),
     )
 
 
@@ -87,8 +68,7 @@ def answered(window: Window, *, queued_s: float, dense_s: float, open_now: int) 
 @pytest.mark.parametrize("cns", [4, 12])
 def test_incast_is_tamed_and_costs_no_throughput(cns: int) -> None:
     """A fixed window makes a queue of all CNs' windows; the adapted one of about a batch per CN, as fast."""
-    fixed = run_incast(cns, most=16, adapts=False)
-    adapted = run_incast(cns, most=16, adapts=True)
+    fixed, adapted = run_incast(cns, adapts=False), run_incast(cns)
     assert fixed.queued_s > 12 * cns * 1e-3
     assert adapted.queued_s < 0.1 * fixed.queued_s
     assert adapted.batches_per_s > 0.98 * fixed.batches_per_s
@@ -96,13 +76,13 @@ def test_incast_is_tamed_and_costs_no_throughput(cns: int) -> None:
 
 def test_cns_get_about_the_same() -> None:
     """No CN keeps a large window while others have none."""
-    sizes = run_incast(4, most=16, adapts=True, dense_s=1e-4, wire_s=1e-3).sizes
+    sizes = run_incast(4, dense_s=1e-4, wire_s=1e-3).sizes
     assert max(sizes) - min(sizes) <= 5
 
 
 def test_a_window_opens_where_the_way_is_long() -> None:
     """An HN that is far but quick is kept busy: more batches are on their way than one."""
-    far = run_incast(1, most=16, adapts=True, dense_s=1e-3, wire_s=4e-3)
+    far = run_incast(1, wire_s=4e-3)
     assert far.sizes[0] >= 3
     assert far.batches_per_s > 5 * 80  # one at a time: 80
 

@@ -8,14 +8,12 @@ import errno
 import hashlib
 import shutil
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from plait_disagg.errors import WorkerUnavailable
+from plait_disagg.graph.sample_inputs import collate, for_module
 from plait_disagg.package import Package, PackageError, open_package
 from plait_disagg.queue.batch_boundary import BatchBoundary
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
@@ -25,33 +23,16 @@ from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.refresh.make import make_update
 from plait_disagg.refresh.prepared_update import touch_pages, write_rows
 from plait_disagg.refresh.publish import publish
-from plait_disagg.refresh.update import Update
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.values import RankAnswer
-from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.remote import RemoteCore
 from support import refresh as kit
-from support.rank_fabric import QUICK, Rig
-from support.waiting import until
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """Packaged once."""
-    return kit.packaged(tmp_path_factory.mktemp("refresh") / "parts")
+from support.waiting import until, wait_for
 
 
 @pytest.fixture
-def package(template: Package, tmp_path: Path) -> Package:
+def package(parts: Package, tmp_path: Path) -> Package:
     """A test's own."""
-    return open_package(kit.copied(template, tmp_path / "parts"))
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    """A fabric in this process."""
-    with Rig() as made:
-        yield made
+    return open_package(kit.copied(parts, tmp_path / "parts"))
 
 
 def live_scores(live: LivePackage, seed: int) -> torch.Tensor:
@@ -62,28 +43,16 @@ def live_scores(live: LivePackage, seed: int) -> torch.Tensor:
     return next(iter(outputs.values()))
 
 
-def answered(answer: RankAnswer) -> torch.Tensor:
-    """The scores of an answer."""
-    return next(iter(answer.outputs.values()))
+@pytest.fixture
+def update(package: Package, tmp_path: Path) -> Path:
+    """A folder that brings the package to version 2."""
+    return kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
 
 
-async def patiently(served: kit.ServedPackage, seed: int) -> RankAnswer:
-    """The answer, as soon as the CN has found its HN again; nothing but `WorkerUnavailable` before."""
-    until_s = time.monotonic() + 60.0
-    while True:
-        try:
-            return await served.rank(seed)
-        except WorkerUnavailable:
-            assert time.monotonic() < until_s, "the HN never came back"
-            await asyncio.sleep(0.02)
-
-
-def applied(live: LivePackage, update: Update) -> None:
-    """Staged and taken on, as workers do it."""
-    change = live.stage(update)
-    change.touch()
-    change.write()
-    live.adopt(change)
+def assert_of(package: Package, answer: RankAnswer, seed: int = 0) -> None:
+    """The answer has the package's version and bits."""
+    assert answer.version == package.manifest.version
+    assert torch.equal(next(iter(answer.outputs.values())), kit.scores(package, kit.request(package, seed)))
 
 
 def published(package: Package, scratch: Path, *versions: str) -> None:
@@ -94,17 +63,17 @@ def published(package: Package, scratch: Path, *versions: str) -> None:
 
 
 class TestHalves:
-    def test_refreshed_scores_are_those_of_a_package_with_the_updates_inside(self, package, tmp_path):
-        """Bit for bit, after each of three updates, whatever format the rows have."""
-        live = open_live(package.folder, sparse=True, dense=True)
-        for base, version in (("1", "2"), ("2", "3"), ("3", "4")):
-            made = kit.update(package, base, version, seed=int(version))
-            publish(package, kit.written(tmp_path / f"u{version}", made), ())
-            applied(live, made)
-            twin = kit.twin(package.folder, tmp_path / f"twin{version}")
-            assert twin.manifest.version == live.version == version
-            for seed in range(10):
-                assert torch.equal(live_scores(live, seed), kit.scores(twin, kit.request(twin, seed)))
+    def test_a_half_takes_what_it_reads(self, package):
+        """A CN its own weights and no copy of the HN's; both know the new dense version. Rows are a CN's alone."""
+        made = kit.update(package, "1", "2", seed=2)
+        cn = open_live(package.folder, sparse=True, dense=False).stage(made)
+        hn = open_live(package.folder, sparse=False, dense=True).stage(made)
+        assert cn.sparse is not None
+        assert hn.dense is not None
+        assert (cn.dense, hn.sparse, hn.writes) == (None, None, ())
+        assert cn.dense_version == hn.dense_version == "2"
+        rows = open_live(package.folder, sparse=True, dense=True).stage(kit.only(made, "rows"))
+        assert (rows.version, rows.dense_version, rows.dense, rows.sparse) == ("2", "1", None, None)
 
     def test_a_worker_that_starts_comes_up_with_the_updates(self, package, tmp_path):
         """The same bits as one that was there all the time; and the last two dense versions."""
@@ -119,33 +88,10 @@ class TestHalves:
         before = hashlib.sha256((package.folder / "tables.safetensors").read_bytes()).digest()
         old = kit.scores(package, kit.request(package, 0))
         live = open_live(package.folder, sparse=True, dense=True)
-        applied(live, kit.update(package, "1", "2", seed=2))
+        kit.applied(live, kit.update(package, "1", "2", seed=2))
         assert not torch.equal(live_scores(live, 0), old)
         assert hashlib.sha256((package.folder / "tables.safetensors").read_bytes()).digest() == before
         assert torch.equal(kit.scores(open_package(package.folder), kit.request(package, 0)), old)
-
-    def test_staging_changes_nothing(self, package):
-        """Not even the pages that it touches."""
-        live = open_live(package.folder, sparse=True, dense=True)
-        before = [live_scores(live, seed) for seed in range(5)]
-        live.stage(kit.update(package, "1", "2", seed=2)).touch()
-        assert all(torch.equal(live_scores(live, seed), before[seed]) for seed in range(5))
-
-    def test_rows_alone_leave_the_dense_half(self, package):
-        """HNs need not know of them."""
-        live = open_live(package.folder, sparse=True, dense=True)
-        change = live.stage(dataclasses.replace(kit.update(package, "1", "2", seed=2), constants={}))
-        assert (change.version, change.dense_version, change.dense, change.sparse) == ("2", "1", None, None)
-
-    def test_weights_go_to_the_half_that_reads_them(self, package):
-        """A CN takes its own and no copy of the HN's; both know the new dense version."""
-        made = kit.update(package, "1", "2", seed=2)
-        cn = open_live(package.folder, sparse=True, dense=False).stage(made)
-        hn = open_live(package.folder, sparse=False, dense=True).stage(made)
-        assert cn.sparse is not None
-        assert hn.dense is not None
-        assert (cn.dense, hn.sparse, hn.writes) == (None, None, ())
-        assert cn.dense_version == hn.dense_version == "2"
 
 
 @pytest.mark.parametrize("row_format", ["float32", "float16", "int8"])
@@ -170,16 +116,12 @@ def test_rows_are_written_where_they_belong(tmp_path, row_format, dim):
 class TestMaking:
     def test_an_update_from_a_retrained_module_makes_its_scores(self, package, tmp_path):
         """Packaged anew or refreshed: the same rows and weights."""
-        publish(package, kit.written(tmp_path / "u", make_update(package.folder, kit.module(6), version="2")), ())
-        live = open_live(package.folder, sparse=True, dense=True)
         module = kit.module(6)
+        publish(package, kit.written(tmp_path / "u", make_update(package.folder, module, version="2")), ())
+        live = open_live(package.folder, sparse=True, dense=True)
         for seed in range(5):
             asked = kit.request(package, seed)
-            tensors = dict(asked.tensors)
-            tensors["age"] = tensors["age"].expand(asked.candidates, 3)
-            liked = tensors["liked"]
-            tensors["liked"] = liked.repeat(asked.candidates)
-            tensors["liked_offsets"] = torch.arange(asked.candidates + 1) * len(liked)
+            tensors = for_module(kit.INPUTS, collate(kit.INPUTS, [asked.tensors], [asked.candidates]))
             with torch.inference_mode():
                 torch.testing.assert_close(live_scores(live, seed), module(**tensors), rtol=0.05, atol=0.05)
 
@@ -228,13 +170,6 @@ class TestMaking:
 
 
 class TestFolding:
-    def test_folding_without_updates_is_a_copy(self, package, tmp_path):
-        """Byte for byte, but for the order in which a file names its tensors."""
-        fold_updates(package.folder, tmp_path / "out")
-        one, other = package.folder / "tables.safetensors", tmp_path / "out" / "tables.safetensors"
-        assert one.read_bytes() == other.read_bytes()
-        assert open_package(tmp_path / "out").manifest.version == "1"
-
     def test_a_damaged_package_is_not_copied(self, package, tmp_path):
         """Its hashes would be told anew, and nobody would notice any more."""
         with (package.folder / "tables.safetensors").open("r+b") as file:
@@ -258,56 +193,36 @@ class TestFolding:
 
 
 class TestPublishing:
-    async def test_all_workers_switch_and_answers_say_it(self, package, tmp_path, rig):
-        """Two CNs, two HNs; the next answer of each CN is the new version's, bit for bit."""
-        served = kit.ServedPackage(rig, package.folder, cns=2, hns=2)
-        await served.ready()
-        old = await served.rank(0)
-        assert old.version == "1"
-        version = await served.publish(kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2)))
-        twin = kit.twin(package.folder, tmp_path / "twin")
-        assert version == twin.manifest.version == "2"
-        for cn in (0, 1):
-            answer = await served.rank(0, cn=cn)
-            assert answer.version == "2"
-            assert torch.equal(answered(answer), kit.scores(twin, kit.request(twin, 0)))
-
-    async def test_a_bad_update_changes_nothing_anywhere(self, package, tmp_path, rig):
-        """It is not even kept, and the next good one is published."""
-        served = kit.ServedPackage(rig, package.folder)
-        await served.ready()
+    def test_a_bad_update_is_not_even_kept(self, package, tmp_path):
+        """And the next good one is published."""
         good = kit.update(package, "1", "2", seed=2)
         nan = {**good.constants, "top.bias": torch.tensor([float("nan")])}
-        bad = kit.written(tmp_path / "bad", dataclasses.replace(good, constants=nan))
         with pytest.raises(BadUpdate, match=r"top\.bias"):
-            await served.publish(bad)
-        answer = await served.rank(0)
-        assert answer.version == "1"
-        assert torch.equal(answered(answer), kit.scores(package, kit.request(package, 0)))
+            publish(package, kit.written(tmp_path / "bad", dataclasses.replace(good, constants=nan)), ())
         assert Journal(package.folder).versions() == ()
         assert not Journal(package.folder).path("2").exists()
-        assert await served.publish(kit.written(tmp_path / "good", good)) == "2"
+        assert publish(package, kit.written(tmp_path / "good", good), ()) == "2"
 
     @pytest.mark.parametrize("dead", ["hns", "cns"])
-    async def test_a_worker_that_can_not_stage_stops_the_update(self, package, tmp_path, rig, dead):
+    async def test_a_worker_that_can_not_stage_stops_the_update(self, package, update, tmp_path, rig, dead):
         """The old version stays everywhere; when the worker is back, publishing again does it."""
-        served = kit.ServedPackage(rig, package.folder, cns=2, hns=2)
-        await served.ready()
-        folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
+        served = await kit.ServedPackage(rig, package.folder, cns=2, hns=2).ready()
         getattr(served, dead).dead.add(1)
         with pytest.raises(NotPublished, match="nothing has changed"):
-            await served.publish(folder)
-        assert [(await served.rank(0, cn=cn)).version for cn in (0, 1)] == ["1", "1"]
+            await served.publish(update)
+        for cn in (0, 1):
+            assert_of(package, await served.rank(0, cn=cn))
         assert open_live(package.folder, sparse=True, dense=False).version == "1"
         getattr(served, dead).dead.clear()
-        await served.publish(folder)
-        assert [(await served.rank(0, cn=cn)).version for cn in (0, 1)] == ["2", "2"]
+        await served.publish(update)
+        twin = kit.twin(package.folder, tmp_path / "twin")
+        for cn in (0, 1):
+            assert_of(twin, await served.rank(0, cn=cn))
 
-    async def test_another_update_may_follow_one_that_was_staged_only(self, package, tmp_path, rig):
+    async def test_another_update_may_follow_one_that_was_staged_only(self, package, update, tmp_path, rig):
         """What HNs had prepared for the first is forgotten, and what they serve is not."""
-        served = kit.ServedPackage(rig, package.folder)
-        await served.ready()
-        await served.publish(kit.written(tmp_path / "u2", kit.update(package, "1", "2", seed=2)))
+        served = await kit.ServedPackage(rig, package.folder).ready()
+        await served.publish(update)
         served.cns.dead.add(0)
         for version in ("3a", "3b"):
             with pytest.raises(NotPublished):
@@ -316,34 +231,22 @@ class TestPublishing:
             assert (await served.rank(0)).version == "2"
         served.cns.dead.clear()
         await served.publish(kit.written(tmp_path / "u3", kit.update(package, "2", "3", seed=4)))
-        twin = kit.twin(package.folder, tmp_path / "twin")
-        assert torch.equal(answered(await served.rank(1)), kit.scores(twin, kit.request(twin, 1)))
+        assert_of(kit.twin(package.folder, tmp_path / "twin"), await served.rank(1), 1)
 
-    async def test_a_publisher_that_dies_before_the_switch_can_be_run_again(self, package, tmp_path, rig):
+    async def test_a_publisher_that_dies_before_the_switch_can_be_run_again(self, package, update, tmp_path, rig):
         """The journal decides: one CN has not switched and still answers, by the old version alone; it follows."""
-        served = kit.ServedPackage(rig, package.folder, cns=2)
-        await served.ready()
-        folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
-        stage = served.cns.stage
-
-        def stage_and_die(update: Path) -> dict[str, Exception | None]:
-            outcomes = dict(stage(update))
-            served.cns.dead.add(1)
-            return outcomes
-
-        served.cns.stage = stage_and_die  # type: ignore[method-assign]
+        served = await kit.ServedPackage(rig, package.folder, cns=2).ready()
+        served.cns.after_stage = lambda: served.cns.dead.add(1)
         with pytest.raises(NotPublished, match="is published"):
-            await served.publish(folder)
-        answers = [await served.rank(0, cn=cn) for cn in (0, 1)]
-        assert [answer.version for answer in answers] == ["2", "1"]
-        assert torch.equal(answered(answers[1]), kit.scores(package, kit.request(package, 0)))
+            await served.publish(update)
+        twin = kit.twin(package.folder, tmp_path / "twin")
+        assert_of(twin, await served.rank(0, cn=0))
+        assert_of(package, await served.rank(0, cn=1))
         served.cns.dead.clear()
-        await served.publish(folder)
-        again = await served.rank(0, cn=1)
-        assert again.version == "2"
-        assert torch.equal(answered(again), answered(answers[0]))
+        await served.publish(update)
+        assert_of(twin, await served.rank(0, cn=1))
 
-    async def test_a_batch_that_runs_meets_no_change(self, package, tmp_path, rig):
+    async def test_a_batch_that_runs_meets_no_change(self, package, update, rig):
         """Its lookups are done and its dense half is not when the update comes: both are of the old version."""
         entered, gate = threading.Event(), threading.Event()
 
@@ -360,61 +263,48 @@ class TestPublishing:
         whole = kit.Whole(rig, package.folder, around=Held)
         asked = asyncio.create_task(whole.rank(0))
         await asyncio.to_thread(entered.wait, 60)
-        publishing = asyncio.create_task(
-            whole.publish(kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2)))
-        )
+        publishing = asyncio.create_task(whole.publish(update))
         await asyncio.sleep(0.3)
         assert not publishing.done()
         gate.set()
-        answer = await asked
-        assert answer.version == "1"
-        assert torch.equal(answered(answer), kit.scores(package, kit.request(package, 0)))
+        assert_of(package, await asked)
         await publishing
         assert (await whole.rank(0)).version == "2"
 
-    async def test_an_hn_that_restarts_between_the_phases_gets_the_version(self, package, tmp_path, rig):
+    async def test_an_hn_that_restarts_between_the_phases_gets_the_version(self, package, update, tmp_path, rig):
         """It came up before the update was listed, and the CNs ask it for what it was never told of."""
-        served = kit.ServedPackage(rig, package.folder)
-        await served.ready()
-        stage = served.cns.stage
+        served = await kit.ServedPackage(rig, package.folder).ready()
 
-        def stage_and_restart(update: Path) -> dict[str, Exception | None]:
-            outcomes = dict(stage(update))
+        def restart() -> None:
             served.hn_workers[0].stop(drain_s=0.0)
+            wait_for(lambda: served.cores[0].metrics()["hns"] == 0)
             served.hns.refreshers = [served.hn("hn0")[1]]
             served.hns.dead.add(0)  # nor is it told to switch
-            return outcomes
 
-        served.cns.stage = stage_and_restart  # type: ignore[method-assign]
+        served.cns.after_stage = restart
         with pytest.raises(NotPublished, match="is published"):
-            await served.publish(kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2)))
-        answer = await patiently(served, 0)
-        twin = kit.twin(package.folder, tmp_path / "twin")
-        assert answer.version == "2"
-        assert torch.equal(answered(answer), kit.scores(twin, kit.request(twin, 0)))
+            await served.publish(update)
+        await served.ready()
+        assert_of(kit.twin(package.folder, tmp_path / "twin"), await served.rank(0))
 
     async def test_workers_follow_the_journal_by_themselves(self, package, tmp_path, rig):
         """A replica that started while an update was published, and whom nobody told."""
-        served = kit.ServedPackage(rig, package.folder)
-        await served.ready()
+        served = await kit.ServedPackage(rig, package.folder).ready()
         published(package, tmp_path, "2", "3")
         (cn,), (hn,) = served.cns.refreshers, served.hns.refreshers
         assert cn.is_behind()
         cn.catch_up()
         assert not cn.is_behind()
         answer = await served.rank(0)  # its HN does not have that version yet, and gets it
-        assert (answer.version, hn.version) == ("3", "3")
-        twin = kit.twin(package.folder, tmp_path / "twin")
-        assert torch.equal(answered(answer), kit.scores(twin, kit.request(twin, 0)))
+        assert hn.version == "3"
+        assert_of(kit.twin(package.folder, tmp_path / "twin"), answer)
 
-    async def test_an_hn_without_the_version_is_no_answer(self, package, tmp_path, rig):
+    async def test_an_hn_without_the_version_is_no_answer(self, package, update, tmp_path, rig):
         """The CN asks another one; a version that is nowhere is a clear error, never another version's scores."""
-        served = kit.ServedPackage(rig, package.folder, hns=2)
-        await served.ready()
+        served = await kit.ServedPackage(rig, package.folder, hns=2).ready()
         (cn,) = served.cns.refreshers
-        folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
-        served.hns.refreshers[1].stage(folder)
-        cn.stage(folder)
+        served.hns.refreshers[1].stage(update)
+        cn.stage(update)
         cn.switch("2")
         answers = [await served.rank(seed) for seed in range(6)]
         assert {answer.version for answer in answers} == {"2"}
@@ -422,12 +312,11 @@ class TestPublishing:
         with pytest.raises(Exception, match="dense versions"):
             await served.rank(0)
 
-    def test_one_publisher_at_a_time(self, package, tmp_path):
+    def test_one_publisher_at_a_time(self, package, update):
         """The second is told to come again."""
-        folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
         with Journal(package.folder).locked(), pytest.raises(NotPublished, match="another update"):
-            publish(package, folder, ())
-        assert publish(package, folder, ()) == "2"
+            publish(package, update, ())
+        assert publish(package, update, ()) == "2"
 
     def test_a_version_is_never_used_twice(self, package, tmp_path):
         """The same update again is no error; another one under its name is; so is one that goes on from before."""
@@ -440,15 +329,13 @@ class TestPublishing:
         with pytest.raises(BadUpdate, match="goes on from version 1; the model is at 2"):
             publish(package, stale, ())
 
-    def test_a_crash_while_storing_leaves_the_old_version(self, package, tmp_path):
+    def test_a_crash_while_storing_leaves_the_old_version(self, package, update):
         """A half copied update, and one that was copied and not listed, are nothing; the next attempt replaces them."""
-        journal = Journal(package.folder)
-        folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
         for leftover in (".2.partial", "2"):
             (package.folder / "updates" / leftover).mkdir(parents=True)
         assert open_live(package.folder, sparse=True, dense=True).version == "1"
-        assert publish(package, folder, ()) == "2"
-        assert journal.versions() == ("2",)
+        assert publish(package, update, ()) == "2"
+        assert Journal(package.folder).versions() == ("2",)
 
     def test_an_update_that_lies_where_the_package_keeps_its_own_is_left_alone(self, package):
         """It would be deleted as a leftover before it is copied."""
@@ -457,9 +344,8 @@ class TestPublishing:
             publish(package, folder, ())
         assert (folder / "update.json").is_file()
 
-    def test_a_copy_that_fails_leaves_nothing(self, package, tmp_path, monkeypatch):
+    def test_a_copy_that_fails_leaves_nothing(self, package, update, monkeypatch):
         """A full disk, or an update whose file is missing (finding 12)."""
-        folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
         (package.folder / "updates").mkdir()
         real = shutil.copyfile
 
@@ -469,7 +355,7 @@ class TestPublishing:
 
         monkeypatch.setattr(shutil, "copyfile", fails)
         with pytest.raises(OSError, match="No space left"):
-            Journal(package.folder).store(folder, "2")
+            Journal(package.folder).store(update, "2")
         assert list((package.folder / "updates").glob(".2*")) == []
 
     @pytest.mark.parametrize(
@@ -483,43 +369,35 @@ class TestPublishing:
             open_live(package.folder, sparse=True, dense=True)
 
 
-async def connected(rig: Rig) -> CoreRanker:
-    """A client as the ingress is one."""
-    ranker = CoreRanker(RemoteCore("parts", rig.connect("cn"), backoff=QUICK))
-    rig.at_end(lambda: ranker.core.stop(drain_s=0.5))
-    await until(lambda: ranker.core.ready() is None)
-    return ranker
-
-
 class TestClients:
-    async def test_clients_hear_of_the_new_version_at_once(self, package, tmp_path, rig):
+    async def test_clients_hear_of_the_new_version_at_once(self, package, update, rig):
         """Without a request, and without a new connection; those that come later are greeted with it."""
-        served = kit.ServedPackage(rig, package.folder)
-        await served.ready()
+        served = await kit.ServedPackage(rig, package.folder).ready()
         front = rig.front(served.cores[0])
-        ranker = await connected(rig)
+        ranker = await rig.ranker(model="parts")
         served.on_version = lambda _: front.announce()
         assert ranker.card.version == "1"
-        await served.publish(kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2)))
+        await served.publish(update)
         await until(lambda: ranker.card.version == "2")
-        later = await connected(rig)
+        later = await rig.ranker(model="parts")
         assert later.card.version == "2"
         answer = await ranker.rank(kit.request(package, 0))
         assert answer.version == "2"
 
     async def test_hot_rows_follow(self, package, tmp_path, rig):
         """Rows that an HN keeps are sent anew when they have changed; the scores are those without a cache."""
-        served = kit.ServedPackage(rig, package.folder, knobs=dataclasses.replace(kit.ALONE, cache_rows=64))
-        await served.ready()
+        served = await kit.ServedPackage(
+            rig, package.folder, knobs=dataclasses.replace(kit.ALONE, cache_rows=64)
+        ).ready()
         for seed in range(20):
             await served.rank(seed)
         metrics = served.cores[0].metrics()
         assert metrics["cache_hits_total"] > 0
-        rows = dataclasses.replace(kit.update(package, "1", "2", seed=2), constants={})
+        rows = kit.only(kit.update(package, "1", "2", seed=2), "rows")
         await served.publish(kit.written(tmp_path / "u", rows))
         twin = kit.twin(package.folder, tmp_path / "twin")
         for seed in range(20):
-            assert torch.equal(answered(await served.rank(seed)), kit.scores(twin, kit.request(twin, seed)))
+            assert_of(twin, await served.rank(seed), seed)
         assert served.cores[0].metrics()["cache_hits_total"] > metrics["cache_hits_total"]
 
 

@@ -22,16 +22,10 @@ from plait_disagg.tables.formats import encode_rows
 from support import refresh as kit
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """Read only: nothing here changes it."""
-    return kit.packaged(tmp_path_factory.mktemp("refresh") / "parts")
-
-
 @pytest.fixture
-def made(package: Package) -> Update:
+def made(parts: Package) -> Update:
     """An update that is fine."""
-    return kit.update(package, "1", "2", seed=1)
+    return kit.update(parts, "1", "2", seed=1)
 
 
 def with_rows(made: Update, table: str, **changes: torch.Tensor) -> Update:
@@ -145,14 +139,14 @@ def test_an_update_that_changes_nothing_is_refused(tmp_path):
         read_update_manifest(folder)
 
 
-def test_a_good_update_fits(package, made):
+def test_a_good_update_fits(parts, made):
     """Rows come out as the tables store them, in the order of their matrices."""
-    found = checked(package, made, "1")
+    found = checked(parts, made, "1")
     assert {ids.numel() for ids, _ in found.values()} == {kit.LIKED // 3, kit.ITEMS // 3, kit.KINDS // 3}
     assert all(bool((ids[1:] > ids[:-1]).all()) for ids, _ in found.values())
 
 
-def test_stored_rows_and_floats_mean_the_same(package, made):
+def test_stored_rows_and_floats_mean_the_same(parts, made):
     """A trainer may quantise by itself."""
     formats = {"liked": "int8", "items": "float32", "kinds": "float16"}
     stored = dataclasses.replace(
@@ -161,7 +155,7 @@ def test_stored_rows_and_floats_mean_the_same(package, made):
             name: UpdatedRows(ids=it.ids, rows=encode_rows(it.rows, formats[name])) for name, it in made.rows.items()
         },
     )
-    one, other = checked(package, made, "1"), checked(package, stored, "1")
+    one, other = checked(parts, made, "1"), checked(parts, stored, "1")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[group][1], other[group][1]) for group in one)
 
@@ -193,11 +187,11 @@ def test_stored_rows_and_floats_mean_the_same(package, made):
         (lambda u: dataclasses.replace(u, constants={"top.weight": u.constants["top.weight"]}), "constants"),
     ],
 )
-def test_an_update_that_does_not_fit_is_refused(package, made, tmp_path, spoil, field):
+def test_an_update_that_does_not_fit_is_refused(parts, made, tmp_path, spoil, field):
     """Through the file, as it would come: by table and constant."""
     bad = read_update(kit.written(tmp_path / "u", spoil(made)))
     with pytest.raises(BadUpdate) as refused:
-        checked(package, bad, "1")
+        checked(parts, bad, "1")
     assert refused.value.field == field
 
 

@@ -130,14 +130,9 @@ def test_asks_that_do_not_fit_are_refused(bad: LookupRequest, says: str):
     assert_same(tables, [GOOD])
 
 
-def test_hashing_is_fixed_and_spreads():
-    """The hash is part of a trained model: its values do not change, and neighbours land apart."""
-    ids = torch.tensor([0, 1, -1, 2**63 - 1]).numpy()
-    assert hash_ids(ids, 1000).tolist() == HASHED
-    spread = hash_ids(torch.arange(100_000).numpy(), 100)
-    counts = torch.bincount(torch.from_numpy(spread), minlength=100)
-    # Binomial with mean 1,000: six standard deviations are 190.
-    assert int((counts - 1000).abs().max()) < 190
+def test_hashing_is_fixed():
+    """The hash is part of a trained model: its values do not change."""
+    assert hash_ids(torch.tensor([0, 1, -1, 2**63 - 1]).numpy(), 1000).tolist() == HASHED
 
 
 HASHED = [535, 465, 936, 39]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +20,8 @@ from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.formats import encode_rows
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.storage import open_tables, write_tables
-from plait_disagg.tables.values import OutOfRange, RowFormat
-from support.tables import make_ask, make_weights
+from plait_disagg.tables.values import RowFormat
+from support.tables import Weights, make_ask, make_weights
 
 WEIGHTS = make_weights()
 MIXED: dict[str, RowFormat] = {"t1": "int8", "t2": "float16", "t3": "int8"}
@@ -71,13 +69,6 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["tables.safetensors"]
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4,), (2, 2, 2)])
-def test_a_table_needs_rows_and_columns(shape: tuple[int, ...], tmp_path: Path):
-    """Anything but (rows, D) is refused by name."""
-    with pytest.raises(ValueError, match="table odd"):
-        write_tables(tmp_path / "x", {"odd": torch.zeros(shape)})
-
-
 def test_a_large_table_takes_no_room_and_opens_at_once(tmp_path: Path):
     """20 GB of zeros are a few blocks on disk, are mapped without being read, and answer from both ends."""
     file = tmp_path / "tables.safetensors"
@@ -89,93 +80,49 @@ def test_a_large_table_takes_no_room_and_opens_at_once(tmp_path: Path):
     assert file.stat().st_size > 20e9
     assert file.stat().st_blocks * 512 < 1 << 20
     tables = FusedTables(open_tables(file))
-    assert "rr" in mapping_flags(file), "random reads: each row would bring megabytes with it"
+    assert "rr" in mapping_of(file)["VmFlags"], "random reads: each row would bring megabytes with it"
     assert torch.equal(tables.lookup([make_ask("large", "sum", [[0, rows - 1]])])[0], torch.zeros(1, 64))
-    assert mapped_bytes(os.getpid(), str(file))["Rss"] < 32 << 20
+    assert mapping_of(file)["Rss"] < 32 << 20
 
 
 def test_a_small_file_is_read_ahead(path: Path):
     """A small file keeps the kernel's read-ahead, which has it in memory after a few lookups."""
     tables = open_tables(path)
-    assert "rd" in mapping_flags(path)
-    assert "rr" not in mapping_flags(path)
+    assert "rr" not in mapping_of(path)["VmFlags"]
     assert tables.nbytes < path.stat().st_size
 
 
 def test_a_larger_file_is_brought_into_memory_if_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Without a single lookup; and not where it would take more than half of the memory that is available."""
+    """Without a single lookup; and not where it would take more than half of the memory that is available. No page of
+    it is this process's own, so all that map the file share them."""
     file = tmp_path / "tables.safetensors"
     write_tables(file, {"table": torch.ones(1 << 18, 64)})
     with monkeypatch.context() as patched:
         patched.setattr(container, "available_bytes", lambda: 100 << 20)
         tables = open_tables(file, copy_on_write=True, ahead=True)
         time.sleep(0.2)
-        assert mapped_bytes(os.getpid(), str(file))["Rss"] < 1 << 20
+        assert mapping_of(file)["Rss"] < 1 << 20
     del tables
     tables = open_tables(file, copy_on_write=True, ahead=True)
     until_s = time.monotonic() + 60
-    while mapped_bytes(os.getpid(), str(file))["Rss"] < 64 << 20:
+    while mapping_of(file)["Rss"] < 64 << 20:
         assert time.monotonic() < until_s, "it was not read ahead"
         time.sleep(0.02)
-    assert mapped_bytes(os.getpid(), str(file))["Anonymous"] == 0
+    assert float(tables.matrices["float32_64"].sum()) == 1 << 24
+    assert mapping_of(file)["Anonymous"] == 0
     assert tables.is_writable
 
 
-def mapping_flags(path: Path) -> list[str]:
-    """What the kernel notes about this process's mapping of a file (VmFlags of proc(5))."""
-    inside = False
+def mapping_of(path: Path) -> dict[str, Any]:
+    """What the kernel says of this process's mapping of a file (smaps of proc(5)): bytes, and its VmFlags."""
+    found, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            inside = words[-1] == str(path)
-        elif inside and words[0] == "VmFlags:":
-            return words[1:]
-    return []
-
-
-READER = """
-import sys, pathlib
-from plait_disagg.tables.storage import open_tables
-matrix = open_tables(pathlib.Path(sys.argv[1])).matrices["float32_64"]
-total = float(matrix.sum())
-print(total, flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_processes_share_pages(tmp_path: Path):
-    """Two processes that read the same 64 MiB each count half of it as their own (Pss), and neither writes to any."""
-    file = tmp_path / "tables.safetensors"
-    write_tables(file, {"table": torch.ones(1 << 18, 64)})
-    readers = [
-        subprocess.Popen(
-            [sys.executable, "-c", READER, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    try:
-        assert [reader.stdout.readline() for reader in readers if reader.stdout] == [f"{float(1 << 24)}\n"] * 2
-        maps = [mapped_bytes(reader.pid, str(file)) for reader in readers]
-    finally:
-        for reader in readers:
-            reader.communicate("\n", timeout=60)
-    for sizes in maps:
-        assert sizes["Rss"] >= 64 << 20
-        assert sizes["Pss"] <= sizes["Rss"] * 0.51
-        assert sizes["Anonymous"] == sizes["Private_Dirty"] == 0
-
-
-def mapped_bytes(pid: int, path: str) -> dict[str, int]:
-    """What the kernel says of a process's mapping of a file."""
-    sizes: dict[str, int] = {}
-    inside = False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            inside = words[-1] == path
-        elif inside and words[-1] == "kB":
-            sizes[words[0][:-1]] = sizes.get(words[0][:-1], 0) + int(words[1]) * 1024
-    return sizes
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            inside = rest[-1] == str(path)
+        elif inside:
+            found[first[:-1]] = int(rest[0]) * 1024 if rest[-1] == "kB" else rest
+    return found
 
 
 Change = Callable[[dict[str, Any]], None]
@@ -262,6 +209,22 @@ def test_a_broken_header_is_refused(fault: str, path: Path):
     assert str(path) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("tables", "options", "says"),
+    [
+        *[({"odd": torch.zeros(shape)}, {}, "table odd") for shape in ((0, 4), (4, 0), (4,), (2, 2, 2))],
+        (WEIGHTS, {"out_of_range": "?"}, "none of error, clip, hash"),
+        (WEIGHTS, {"formats": {"t0": "int4"}}, "none of float32, float16, int8"),
+        (WEIGHTS, {"formats": {"tO": "int8"}}, "table tO: there is none; the tables are t0, t1, t2, t3, t4"),
+    ],
+)
+def test_what_can_not_be_stored_is_refused_by_name(tables: Weights, options: dict[str, Any], says: str, tmp_path: Path):
+    """Before anything is written."""
+    with pytest.raises(ValueError, match=says):
+        write_tables(tmp_path / "x", tables, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kept", [0, 7, 8, 100, 4096, -1])
 def test_a_file_cut_short_is_refused(kept: int, path: Path):
     """Wherever it is cut, before a byte of it is mapped."""
@@ -294,15 +257,3 @@ def test_deep_and_doubled_json_are_refused(tmp_path: Path):
         file.write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(BadTableFile, match="header"):
             open_tables(file)
-
-
-@pytest.mark.parametrize("policy", ["?", ""])
-def test_unknown_words_are_refused(policy: OutOfRange, tmp_path: Path):
-    """A policy or a format that does not exist is refused before anything is written."""
-    with pytest.raises(ValueError, match="none of error, clip, hash"):
-        write_tables(tmp_path / "x", WEIGHTS, out_of_range=policy)
-    with pytest.raises(ValueError, match="none of float32, float16, int8"):
-        write_tables(tmp_path / "x", WEIGHTS, formats={"t0": "int4"})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="table tO: there is none; the tables are t0, t1, t2, t3, t4"):
-        write_tables(tmp_path / "x", WEIGHTS, formats={"tO": "int8"})
-    assert list(tmp_path.iterdir()) == []

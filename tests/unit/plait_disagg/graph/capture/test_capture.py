@@ -11,8 +11,7 @@ from torch import nn
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.edit import lookups_of
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
-from plait_disagg.graph.program import LOOKUP
+from plait_disagg.graph.inputs import Bag, Dense, Input
 from plait_disagg.graph.reference import run_reference
 from support.graph import model
 
@@ -106,17 +105,6 @@ def test_constants_and_tables_are_the_modules_own_memory():
     assert captured.constants["bottom.0.weight"].data_ptr() == module.bottom[0].weight.data_ptr()
 
 
-def test_lookups_are_named_after_their_tables():
-    """Every embedding operator becomes one lookup with its table's dotted name and its pooling."""
-    _, captured = model("zoo")
-    assert {(lookup.name, lookup.table, lookup.mode) for lookup in lookups_of(captured.program)} == {
-        ("clicks_2", "clicks", "max"),
-        ("kinds_2", "kinds", "sum"),
-        ("steps_2", "steps", "rows"),
-    }
-    assert sum(node.op == LOOKUP for node in captured.program.nodes) == 3
-
-
 @pytest.mark.parametrize(
     ("how", "operator", "why"),
     [
@@ -197,9 +185,3 @@ def test_nested_outputs_are_refused():
     """Outputs are a tensor, a tuple or a dict of tensors."""
     with pytest.raises(UnsupportedOperator, match="dict of tensors"):
         capture(_Wrong().eval(), (Dense("x"),))
-
-
-def test_a_declaration_with_a_name_taken_twice_is_a_value_error():
-    """A wrong declaration is said before anything is traced."""
-    with pytest.raises(ValueError, match="twice"):
-        capture(_Wrong().eval(), (Dense("x"), Ids("x")))

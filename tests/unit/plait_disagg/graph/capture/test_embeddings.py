@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -27,20 +29,6 @@ class Padded(nn.Module):
         return (self.bag(history) * self.bag(tags)).sum(1)
 
 
-@pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_padding_does_not_count(mode, zeros):
-    """Sums and means leave it out, whatever its row of the table holds; four ids make rows of padding alone."""
-    torch.manual_seed(0)
-    assert_same_scores(Padded(mode, zeros=zeros).eval(), Padded.inputs)
-
-
-def test_a_largest_of_padded_ids_is_refused():
-    """There is no number that never wins."""
-    with pytest.raises(UnsupportedOperator, match="padding_idx takes ids out"):
-        capture(Padded("max", zeros=False).eval(), Padded.inputs)
-
-
 class Weighted(nn.Module):
     """Every id has a number in the request."""
 
@@ -54,18 +42,10 @@ class Weighted(nn.Module):
     def __init__(self, **options):
         super().__init__()
         self.bag = nn.EmbeddingBag(9, 8, mode="sum", **options)
+        nn.init.normal_(self.bag.weight)
 
     def forward(self, history, times, tags, w):
         return (self.bag(history, per_sample_weights=times) * self.bag(tags, per_sample_weights=w)).sum(1)
-
-
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}])
-def test_every_id_counts_by_its_weight(options):
-    """The weights of (rows, k) ids come with the request."""
-    torch.manual_seed(0)
-    module = Weighted(**options)
-    nn.init.normal_(module.bag.weight)
-    assert_same_scores(module.eval(), Weighted.inputs)
 
 
 class SumPadded(nn.Module):
@@ -82,7 +62,23 @@ class SumPadded(nn.Module):
         return self.bag(tags, tags_offsets).sum(1)
 
 
-def test_padding_in_a_sum_over_a_bag_with_offsets_does_not_count():
-    """It is multiplied with 0."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(Padded, mode, zeros=zeros) for mode in ("sum", "mean") for zeros in (True, False)),
+        Weighted,
+        partial(Weighted, padding_idx=2),
+        SumPadded,
+    ],
+)
+def test_padding_does_not_count_and_every_other_id_by_its_weight(make):
+    """Whatever its row of the table holds; four ids make rows of padding alone."""
     torch.manual_seed(0)
-    assert_same_scores(SumPadded().eval(), SumPadded.inputs)
+    module = make().eval()
+    assert_same_scores(module, module.inputs)
+
+
+def test_a_largest_of_padded_ids_is_refused():
+    """There is no number that never wins."""
+    with pytest.raises(UnsupportedOperator, match="padding_idx takes ids out"):
+        capture(Padded("max", zeros=False).eval(), Padded.inputs)
