@@ -21,14 +21,14 @@ def of_queue(arrivals_seed, *, mean_service_ms=6.0, **settings):
 
 
 def test_the_same_distribution_is_rarely_a_regression():
-    """12 pairs of runs of one server: at most 1 regression. The nominal rate is 0.5 % a pair (1 % both ways); 150 other
-    pairs had 1. At 1 % two or more of 12 would come with a probability of 0.6 %; the seeds are fixed.
+    """Six pairs of runs of one server: no regression. The nominal rate is 0.5 % a pair (1 % both ways); 150 other pairs
+    had 1. The seeds are fixed.
     """
-    reports = [of_queue(seed) for seed in range(24)]
-    assert sum(compare(reports[2 * i], reports[2 * i + 1]).regressed for i in range(12)) <= 1
+    reports = [of_queue(seed) for seed in range(12)]
+    assert not any(compare(reports[2 * i], reports[2 * i + 1]).regressed for i in range(6))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_real_regression_is_found(seed):
     """A server that takes 30 % longer (load 0.6 -> 0.78: latency doubles) is worse; the other way round, better."""
     before, after = of_queue(seed), of_queue(seed + 100, mean_service_ms=7.8)

@@ -87,16 +87,6 @@ def test_what_each_outcome_counts_as(outcome, has_latency, is_error):
     assert total.good == (100 if outcome is RequestOutcome.OK else 90)
 
 
-def test_what_never_ended_is_an_error():
-    """No answer within the drain time: judged, failed, and no fault of the generator."""
-    rows = records(np.arange(100) / 10.0, 20.0, outcome=RequestOutcome.UNFINISHED)
-    rows["outcome"][:40] = RequestOutcome.OK
-    summary = summarise(result(rows), scenario())
-    assert (summary.total.judged, summary.total.error_rate, summary.total.slo_met) == (100, 0.6, False)
-    assert summary.total.errors == {"unfinished": 60}
-    assert summary.valid
-
-
 def test_quick_failures_do_not_make_a_server_quick():
     """All latencies that are judged are of successes; of all answers there is one that says so."""
     is_refused = np.arange(1000) % 5 < 3
@@ -217,12 +207,3 @@ def test_images_per_second():
     assert summarise(result(rows), scenario()).images_per_s == pytest.approx(250.0, rel=0.01)
     raw = scenario(target=LoadTarget(api="raw"), mix=(RawClass(),))
     assert summarise(result(rows), raw).images_per_s is None
-
-
-def test_parts_add_up_to_the_whole():
-    """The 32 parts that are stored for comparisons hold every request once."""
-    rows = queue(200.0, 10.0, mean_service_ms=3.0)
-    total = summarise(result(rows), scenario()).total
-    assert sum(part.histogram.n for part in total.slices) == total.histogram.n == rows.size
-    assert sum(part.judged for part in total.slices) == total.judged
-    assert sum(part.good for part in total.slices) == total.good
