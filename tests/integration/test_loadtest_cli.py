@@ -64,10 +64,12 @@ def quick(url, *arguments):
 
 
 def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
-    """With those names (and every web framework) blocked it loads a server and writes every kind of report."""
+    """With those names (and every web framework) blocked it loads a server and writes every kind of report, none of
+    them with the key that it sent."""
     files = {name: tmp_path / name for name in ("a.json", "a.csv", "a.html", "locustfile.py")}
     written = ("--json", files["a.json"], "--raw", files["a.csv"], "--html", files["a.html"])
-    load = ("run", "smoke", "--url", url, "--rate", 40, "--duration", 1, "--processes", 2)
+    key = ("--header", "authorization: Bearer sesame-7731")
+    load = ("run", "smoke", "--url", url, "--rate", 40, "--duration", 1, "--processes", 2, *key)
     done = alone(*load, *written, "--locust", files["locustfile.py"])
     report = json.loads(files["a.json"].read_text())
     assert done.returncode == (0 if report["valid"] else 1), done.stderr
@@ -82,6 +84,7 @@ def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
     waited_ms = [(int(row["done_ns"]) - int(row["scheduled_ns"])) / 1e6 for row in rows]
     assert report["latency_ms"]["p95"] == pytest.approx(np.percentile(waited_ms, 95), rel=2e-3)
     assert "<svg" in files["a.html"].read_text()
+    assert not any("sesame" in path.read_text() for path in files.values())
     compile(files["locustfile.py"].read_text(), "locustfile.py", "exec")
     assert "locust" in files["locustfile.py"].read_text()
 

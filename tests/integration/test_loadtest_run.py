@@ -97,15 +97,6 @@ def test_the_records_of_all_processes_are_the_plan(server):
     assert last.planned == len(records)
 
 
-def test_a_dead_target_is_a_result():
-    """Nobody listens: all requests are counted as such."""
-    with bad_server() as gone:
-        pass
-    result = go(scenario_of(gone.url, arrivals={"kind": "constant", "rate_per_s": 50}, duration_s=0.5))
-    assert outcomes(result.records) == {RequestOutcome.CONNECT: 25}
-    assert (result.records["sent_ns"] == -1).all()
-
-
 def test_what_has_no_room_is_counted(server):
     """Two requests may be in flight and the server never answers: the rest was not sent, and nothing is hidden."""
     scenario = scenario_of(

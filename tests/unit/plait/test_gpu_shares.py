@@ -128,11 +128,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     assert said in str(caught.value)
 
 
-def test_what_fits_a_card_by_its_memory_is_served(folders: Path) -> None:
-    """SDXL's weights in an L4."""
-    assert set(shares(config_of(folders), 1, model="L4")) == ALL
-
-
 def test_the_line_says_where_everything_runs(folders: Path) -> None:
     """As it is printed at the start, and by --show-deployments."""
     state = cluster(8, model="H100")

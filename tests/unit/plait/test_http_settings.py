@@ -43,6 +43,7 @@ def test_a_web_page_can_not_ask_under_its_own_name(section: ServerSection, answe
     [
         (ServerSection(), Role.ADMIN),
         (ServerSection(host="0.0.0.0"), Role.USER),
+        (ServerSection(host="gpu7"), Role.USER),
         (ServerSection().behind("0.0.0.0"), Role.USER),
         (ServerSection().behind("10.1.2.3"), Role.USER),
         (ServerSection(allowed_hosts=("plait.example",)).behind("::"), Role.USER),

@@ -35,8 +35,3 @@ def test_garbage_is_an_error_of_ours(text):
     """What is no histogram is refused with a `ReportError`."""
     with pytest.raises(ReportError, match="histogram"):
         histogram.decoded(text)
-
-
-def test_nothing_has_no_percentiles():
-    """An empty histogram says nan."""
-    assert np.isnan(histogram.EMPTY.percentiles_ns([50.0])).all()

@@ -97,11 +97,6 @@ def test_what_is_shown_can_be_loaded(name, tmp_path):
     assert load_scenario(json.loads(json.dumps(scenario.model_dump(mode="json"))), {}) == scenario
 
 
-def test_settings_without_a_default_are_asked_for():
-    """The scenario of the public trace says that it needs the path."""
-    assert refused("genai-trace") == ("genai-trace: arrivals.file must be given: this scenario has no default for it")
-
-
 STEPS = {"kind": "step", "stages": [[60, 5], [60, 10]]}
 
 

@@ -49,6 +49,7 @@ def test_names_with_dots_and_of_any_script(config, tiny_sd_folder, tmp_path, cap
     ("arguments", "code", "says"),
     [
         (["tiny", "--lora", "ink", "--lora", "ink:2", "--out", "x"], 2, "--lora: names a LoRA twice"),
+        (["tiny", "--lora", "ink:much", "--out", "x"], 2, "'much' in 'ink:much' is not a scale"),
         (["tiny", "--lora", "ink", "--lora", "loras/ink.safetensors", "--out", "x"], 1, "two of the LoRAs have one"),
         (["tiny", "--lora", "inc", "--out", "x"], 1, "there is no LoRA named 'inc'; did you mean ink?"),
         (["tiny", "--lora", "no.safetensors", "--out", "x"], 1, "--lora: no.safetensors: there is no such file"),

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
-from plait.config import load_config
-from plait.deployments import deployments
 
 CLUSTER = """
 nodes:
@@ -46,22 +44,6 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def place(files: tuple[Path, Path], *more: str) -> int:
     """The command on these files."""
     return main(["deploy", "place", str(files[0]), "--cluster", str(files[1]), *more])
-
-
-def test_demands_are_what_the_deployments_ask_ray_for(files):
-    """Names, CPUs, GPUs and replicas of every deployment; the max where the number follows the load."""
-    found = {
-        each.name: (each.task.cpu_milli, each.task.gpus, each.task.gpu_milli, each.replicas)
-        for each in (row.demand() for row in deployments(load_config(files[0])))
-    }
-    assert found == {
-        "ingress": (100, 0, 0, 1),
-        "engine": (2_000, 1, 800, 3),
-        "controlnet-edges": (400, 1, 200, 2),
-        "cn-shop": (4_000, 0, 0, 3),
-        "hn-shop": (200, 1, 1_000, 2),
-        "whole-feed": (1_000, 2, 1_000, 1),
-    }
 
 
 def test_the_plan_is_a_table(files, capsys):

@@ -58,11 +58,6 @@ def problems(path):
     return [it for it in models.check_models(load_config(path)) if it.verdict is not CheckStatus.OK]
 
 
-def test_cli_doctor_accepts_whole_folders(config):
-    """A diffusers folder, LoRAs and a package that are as they were made."""
-    assert problems(config) == []
-
-
 def test_cli_doctor_looks_at_every_lora_that_is_served(config):
     """Also in sub-folders, and with a suffix in capitals; a folder may be called in bytes that are no text, or in a
     terminal's language, which is not printed as it is."""
@@ -98,13 +93,18 @@ def test_cli_doctor_finds_harmed_packages(config, harm):
     assert {"changed": file.name, "not listed": "hn.json"}[harm] in found.detail
 
 
-def test_cli_doctor_checks_all_base_models(config):
-    """One without a folder, and two names for one, each in a sentence that says which."""
-    config.write_text("images: {models: {a: ./base, gone: ./gone, b: ./base}}\nrecommend: null\n")
-    found = {it.detail for it in problems(config)}
+def test_cli_doctor_checks_all_folders(config):
+    """Those that are not there, and two names for one, each in a sentence that says which."""
+    config.write_text(
+        "images: {models: {a: ./base, gone: ./gone, b: ./base}, loras: {folder: gone}}\n"
+        "recommend: {models: {films: {folder: gone}}}\n"
+    )
+    found, gone = {it.detail for it in problems(config)}, config.parent / "gone"
     assert found == {
         f"b and a are both {config.parent / 'base'}",
-        f"images.models.gone: {config.parent / 'gone'}: there is no such folder",
+        f"images.models.gone: {gone}: there is no such folder",
+        f"images.loras.folder: {gone}: there is no such folder",
+        f"recommend.models.films.folder: {gone}: there is no such folder",
     }
 
 

@@ -62,10 +62,11 @@ def test_the_port_is_that_of_the_file(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (tmp_path / "plait.yaml").write_text(f"server: {{port: {port}}}")
-        for given, detail in (([], f"port {port} on 127.0.0.1 is in use"), (["--port", "0"], "0 is free on")):
+        in_use, free = f"port {port} on 127.0.0.1 is in use", "0 is free on"
+        for given, verdict, detail in (([], "warn", in_use), (["--port", "0"], "ok", free)):
             root.main(["doctor", "--json", str(tmp_path / "plait.yaml"), *given])
             (found,) = [it for it in json.loads(capsys.readouterr().out) if it["name"] == "port"]
-            assert found["detail"].startswith(detail)
+            assert (found["verdict"], found["detail"].startswith(detail)) == (verdict, True)
 
 
 def test_text_shows_the_advice_below_the_finding(doctor, tmp_path, capsys):

@@ -316,15 +316,6 @@ class TestRaw:
 
 
 class TestMix:
-    def test_kinds_have_the_shares_of_their_weights(self):
-        """Chi-square of 20,000 requests; a kind is known without building the request."""
-        mix_spec = [{"name": name, "weight": weight} for name, weight in (("a", 6), ("b", 3), ("c", 1))]
-        for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-            mix, _ = mix_of(mix_spec, seed=seed)
-            kinds = [mix.kind(index) for index in range(20_000)]
-            assert mix.kinds == ("a", "b", "c")
-            assert stats.chisquare(np.bincount(kinds), [12_000, 6_000, 2_000]).pvalue > chance, f"seed {seed}"
-
     def test_a_request_does_not_depend_on_those_before_it(self):
         """Built backwards, with leaps beyond what is kept: the same bytes."""
         forwards, scenario = mix_of([STYLED, {"name": "plain"}])
