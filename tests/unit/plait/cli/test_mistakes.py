@@ -206,12 +206,13 @@ def test_a_mistake_is_told_before_anything_is_loaded(told: dict[str, Any], given
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
+        ("POST", "/v1/images/generations", 400, "prompt: must be given"),
         ("GET", "/v1/images/generations", 405, "GET /v1/images/generations is not allowed; it takes POST"),
         ("POST", "/v1/image/generations", 404, "no route POST /v1/image/generations; did you mean /v1/images/gen"),
         ("POST", "/images/generations", 404, "no route POST /images/generations; did you mean /v1/images/generat"),
     ],
 )
-def test_a_mistake_in_a_path_is_told_with_the_right_one(method: str, path: str, status: int, says: str) -> None:
+def test_a_mistake_over_http_is_told_with_what_is_right(method: str, path: str, status: int, says: str) -> None:
     """A client's base URL without /v1 is the commonest."""
     answer = make_client(FakeImageService()).request(method, path, json={})
     assert answer.status_code == status
