@@ -16,17 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50
 ENDLESS = b"x" * 65536
 
 
 class BadServer:
     """``url`` and what was asked in ``asked``, in order. ``behaviours`` are those below, by name."""
 
-    def __init__(
-        self,
-        certificate: Path | None = None,
-        address: tuple[str, int] = ("127.0.0.1", 0),
-    ) -> None:
+    def __init__(self, certificate: Path | None = None, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self._tls = None
         if certificate is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -105,22 +102,20 @@ def says(*pieces: bytes, goes_on: bool = False, pause_s: float = 0.0) -> Behavio
     return behave
 
 
-def dead(server: BadServer, _connection: socket.socket, _served: int) -> bool:
-    """Takes the request and never answers."""
-    server.stopped.wait()
-    return False
+def hangs(begin: bytes) -> Behaviour:
+    """Begins an answer, and never says more."""
+
+    def behave(server: BadServer, connection: socket.socket, _served: int) -> bool:
+        connection.sendall(begin)
+        server.stopped.wait()
+        return False
+
+    return behave
 
 
 def reset(_server: BadServer, connection: socket.socket, _served: int) -> bool:
     """Resets the connection instead of an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    return False
-
-
-def stall(server: BadServer, connection: socket.socket, _served: int) -> bool:
-    """A head, half a body, and no more."""
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50)
-    server.stopped.wait()
     return False
 
 
@@ -189,18 +184,15 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "swallows": swallows,
     "leaves": leaves(OK),
     "http2": says(b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\x64"),
-    "dead": dead,
+    "dead": hangs(b""),
     "reset": reset,
-    "hangs-up": says(),
-    "garbage": says(b"\x16\x03\x01 this is not http at all\r\n\r\n"),
     "bad-length": says(b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\nok"),
     "two-lengths": says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok"),
     "bad-chunk": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nok\r\n"),
     "long-head": says(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000),
-    "truncated": says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50),
+    "truncated": says(HALF),
     "truncated-head": says(b"HTTP/1.1 200 OK\r\nConte"),
-    "truncated-chunks": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"),
-    "stall": stall,
+    "stall": hangs(HALF),
     "endless": endless,
     "huge": says(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n" + ENDLESS * 4),
     "trickle": trickle,
@@ -214,22 +206,10 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     "until-close": says(b"HTTP/1.0 200 OK\r\n\r\nok"),
     "closes": says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: Close\r\n\r\nok"),
-    "continues": says(b"HTTP/1.1 100 Continue\r\n\r\n", OK, goes_on=True, pause_s=0.01),
     "no-content": says(b"HTTP/1.1 204 No Content\r\n\r\n", goes_on=True),
     "head": says(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", goes_on=True),
     "babbles": says(OK + b"and more", goes_on=True),
     "byte-by-byte": says(*(bytes([byte]) for byte in OK), goes_on=True, pause_s=0.001),
-    "sse": says(
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"9\r\n: step 1\n\r\n",
-        b"10\r\nevent: part\ndata\r\n",
-        b'9\r\n: {"a":1}\r\n',
-        b"2\r\n\n\n\r\n",
-        b"0\r\n\r\n",
-        goes_on=True,
-        pause_s=0.02,
-    ),
-    "302": _status(302),
     "404": _status(404),
     "503": _status(503),
 }

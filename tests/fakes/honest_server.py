@@ -98,12 +98,10 @@ BEHAVIOURS: dict[str, Row] = {
     "overloaded": Row(says(answer(status="503 Service Unavailable"), goes_on=True), Ended.HTTP_5XX),
     "one-of-four": Row(says(OK, goes_on=True), Ended.CHECK, images=1, n=4),
     "empty-image": Row(says(answer({"b64_json": ""}), goes_on=True), Ended.CHECK),
-    "null-image": Row(says(answer({"b64_json": None}), goes_on=True), Ended.CHECK),
     "error-close": Row(stream(_PREVIEW, b'data:{"error": {"message": "x"}}\n\n'), Ended.CHECK, streams=True),
-    "error-apart": Row(stream(_PREVIEW, b'data: { "error": {"message": "x"}}\n\n'), Ended.CHECK, streams=True),
     "error-event": Row(stream(_PREVIEW, b'event: error\ndata: {"type": "error"}\n\n'), Ended.CHECK, streams=True),
     "preview-only": Row(stream(_PREVIEW), Ended.CHECK, streams=True),
-    "dead": Row(bad_server.dead, Ended.TIMEOUT),
+    "dead": Row(bad_server.hangs(b""), Ended.TIMEOUT),
 }
 
 

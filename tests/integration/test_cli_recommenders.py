@@ -62,13 +62,6 @@ def test_recommend_prints_a_table_of_a_few_candidates(folder, capsys):
     assert {line.split()[0] for line in lines[1:]} == {"4", "8", "15"}
 
 
-def test_recommend_has_a_starter(capsys):
-    """Without a folder the films of the starter model are ranked."""
-    user = json.dumps({"age_band": 3, "liked_genres": [11], "history": [], "daypart": 2})
-    assert main(["recommend", "--user", user, "--top-k", "3"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
-
-
 def test_recommend_says_what_is_wrong(folder, capsys):
     """The server's own sentences; exit code 1."""
     assert main(["recommend", str(folder), "--user", '{"custmer": 3}']) == 1
@@ -127,6 +120,8 @@ def test_a_named_configuration_can_be_cut(capsys):
     assert "rm1, cut by mincut" in capsys.readouterr().out
     assert main(["models", "cut", "rm9"]) == 1
     assert "rm1, rm2" in capsys.readouterr().err
+    assert main(["models", "cut", "rm1", "--svg", "/nosuch/x.svg"]) == 1
+    assert "/nosuch/x.svg cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

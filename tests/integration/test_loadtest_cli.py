@@ -1,4 +1,4 @@
-"""The command from end to end, against a server of the standard library."""
+"""The command from end to end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,11 +14,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fakes.bad_server import BEHAVIOURS, bad_server, says
 from plait_loadtest.cli import app
 from plait_loadtest.report import parts
 from plait_loadtest.scenario import Slo
 from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import records, scenario, session
+from support.waiting import wait_for
 
 TESTS = Path(__file__).resolve().parents[1]
 OTHERS = (
@@ -28,16 +28,22 @@ OTHERS = (
 )
 
 
+IMAGES = b'{"created": 1, "data": [{"b64_json": "aGVsbG8="}], "timings": {"total": 0.004}}'
+
+
 @pytest.fixture(scope="module")
-def url():
-    """A running plain server."""
-    process = subprocess.Popen([sys.executable, TESTS / "fakes" / "plain_server.py"], stdout=subprocess.PIPE, text=True)
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def server():
+    """A server that answers like the image API, too."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(IMAGES), IMAGES)
+    with pytest.MonkeyPatch.context() as patched, bad_server() as running:
+        patched.setitem(BEHAVIOURS, "v1/images/generations", says(answer, goes_on=True))
+        yield running
+
+
+@pytest.fixture
+def url(server):
+    """Its address."""
+    return server.url
 
 
 def alone(*arguments):
@@ -53,14 +59,17 @@ def loadtest(*arguments):
 
 def quick(url, *arguments):
     # A long SLO, so that a busy test machine does not make the runs invalid.
-    return ("run", "--url", url, "--api", "raw", "--rate", 40, "--duration", 1, "--slo-ms", 50_000, *arguments)
+    load = ("--api", "raw", "--path", "/ok", "--rate", 40, "--duration", 1, "--slo-ms", 50_000)
+    return ("run", "--url", url, *load, *arguments)
 
 
 def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
-    """With those names (and every web framework) blocked it loads a server and writes every kind of report."""
+    """With those names (and every web framework) blocked it loads a server and writes every kind of report, none of
+    them with the key that it sent."""
     files = {name: tmp_path / name for name in ("a.json", "a.csv", "a.html", "locustfile.py")}
     written = ("--json", files["a.json"], "--raw", files["a.csv"], "--html", files["a.html"])
-    load = ("run", "smoke", "--url", url, "--rate", 40, "--duration", 1, "--processes", 2)
+    key = ("--header", "authorization: Bearer sesame-7731")
+    load = ("run", "smoke", "--url", url, "--rate", 40, "--duration", 1, "--processes", 2, *key)
     done = alone(*load, *written, "--locust", files["locustfile.py"])
     report = json.loads(files["a.json"].read_text())
     assert done.returncode == (0 if report["valid"] else 1), done.stderr
@@ -75,45 +84,16 @@ def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
     waited_ms = [(int(row["done_ns"]) - int(row["scheduled_ns"])) / 1e6 for row in rows]
     assert report["latency_ms"]["p95"] == pytest.approx(np.percentile(waited_ms, 95), rel=2e-3)
     assert "<svg" in files["a.html"].read_text()
+    assert not any("sesame" in path.read_text() for path in files.values())
     compile(files["locustfile.py"].read_text(), "locustfile.py", "exec")
     assert "locust" in files["locustfile.py"].read_text()
-
-
-def test_json_on_stdout_is_one_document(url):
-    """`--json -` prints nothing else on stdout."""
-    done = loadtest(*quick(url, "--json", "-"))
-    report = json.loads(done.stdout)
-    assert done.exit_code == 0
-    assert {"valid", "offered_per_s", "achieved_per_s", "goodput_per_s", "errors", "latency_ms", "host", "seed"} <= set(
-        report
-    )
-    assert list(report["latency_ms"]) == ["n", "p50", "p90", "p95", "p99", "p99.9", "max", "mean"]
-
-
-def test_a_missed_threshold_is_exit_99(url):
-    """And the line says which; the report is complete."""
-    done = loadtest(*quick(url, "--path", "/slow", "--threshold", "p50_ms < 20", "--threshold", "error_rate < 0.5"))
-    assert done.exit_code == 99
-    assert "p50_ms < 20: MISSED" in done.stdout
-
-
-def test_header_values_stay_out_of_reports(url, tmp_path):
-    """A key given by --header is sent, but neither the JSON, nor the page, nor the locustfile holds it."""
-    files = [tmp_path / name for name in ("a.json", "a.html", "locustfile.py")]
-    header = ("--header", "authorization: Bearer sesame-7731")
-    done = loadtest(*quick(url, *header, "--json", files[0], "--html", files[1], "--locust", files[2]))
-    assert done.exit_code == 0, done.stderr
-    assert all("sesame" not in path.read_text() for path in files)
-    assert "authorization" in files[0].read_text()
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("run", "nosuch"), ("run", "--threshold", "p97_ms < 3"), ("run", "--set", "arrivals.speeed=3"),
-        ("run", "--set", "x"),
-        ("run", "--header", "nothing"), ("run", "--raw", "rows.parquet"), ("run", "--json", "no/such/folder/a.json"),
-        ("run", "--find-capacity"), ("run", "--rate", "fast"), ("compare", "a.json"),
+        ("run", "--threshold", "p97_ms < 3"), ("run", "--set", "x"), ("run", "--header", "nothing"),
+        ("run", "--json", "no/such/folder/a.json"), ("run", "--find-capacity"), ("compare", "a.json"),
         ("run", "--part", "0/2"), ("run", "--part", "3/2"), ("run", "--part", "half"), ("run", "--save", "part.json"),
         ("run", "--start-at", "soon"),
     ],
@@ -126,17 +106,8 @@ def test_wrong_usage_is_exit_2_and_one_sentence(arguments, tmp_path, monkeypatch
     assert done.stderr
 
 
-def test_show_config_prints_a_scenario_that_can_be_run_again(tmp_path):
-    """YAML with every setting; read again it prints the same."""
-    first = loadtest("run", "smoke", "--rate", 7, "--show-config")
-    assert first.exit_code == 0, first.stderr
-    assert "rate_per_s: 7" in first.stdout
-    (tmp_path / "mine.yaml").write_text(first.stdout)
-    assert loadtest("run", tmp_path / "mine.yaml", "--show-config").stdout == first.stdout
-
-
 def test_compare_ends_with_99_on_a_regression(url, tmp_path):
-    """The same server with 60 ms more is worse, exit 99; against itself nothing changed, exit 0."""
+    """The same server with 50 ms more is worse, exit 99; against itself nothing changed, exit 0."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     assert loadtest(*quick(url, "--json", a)).exit_code == 0
     assert loadtest(*quick(url, "--path", "/slow", "--json", b)).exit_code == 0
@@ -173,7 +144,7 @@ def test_parts_of_two_hosts_merge_into_one_report(url, tmp_path, monkeypatch):
 
 def test_a_run_starts_when_it_was_agreed(url, tmp_path):
     """By the clock that all hosts have."""
-    start = datetime.now(UTC) + timedelta(seconds=10)
+    start = datetime.now(UTC) + timedelta(seconds=4)
     done = loadtest(*quick(url, "--start-at", start.isoformat(), "--json", "-"))
     report = json.loads(done.stdout)
     if not any("after the agreed start" in reason["text"] for reason in report["reasons"]):  # a host this slow says so
@@ -181,15 +152,13 @@ def test_a_run_starts_when_it_was_agreed(url, tmp_path):
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_ended_writes_what_there_is(url, tmp_path, ending):
+def test_a_run_that_is_ended_writes_what_there_is(server, url, tmp_path, ending):
     """Exit 130, a table, and a report that says interrupted and counts what ended before."""
     report_path = tmp_path / "a.json"
     command = [sys.executable, "-m", "plait_loadtest", *quick(url, "--duration", 60, "--json", report_path)]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    before = answered(url)
-    deadline_s = time.monotonic() + 60
-    while answered(url) < before + 20 and time.monotonic() < deadline_s:  # the load is in flight
-        time.sleep(0.1)
+    before = len(server.asked)
+    wait_for(lambda: len(server.asked) >= before + 20)  # the load is in flight
     process.send_signal(ending)
     table, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
@@ -259,9 +228,3 @@ def test_a_full_disk_below_stdout_costs_no_report(tmp_path):
         "plait loadtest: stdout could not be written: [Errno 28] No space left on device"
     ]
     assert json.loads((tmp_path / "a.json").read_text())["requests"] == 1000
-
-
-def answered(url):
-    """How many requests the server has answered, this one not counted."""
-    with urllib.request.urlopen(f"{url}/answered") as answer:
-        return int(answer.read())

@@ -52,7 +52,7 @@ ANSWERING = [name for name in BEHAVIOURS if name != "dead"]
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_every_request_is_told_as_the_server_knows_it(processes):
-    """300 requests to a server of 26 behaviours: each class of the report has the server's own counts."""
+    """300 requests to a server of 24 behaviours: each class of the report has the server's own counts."""
     seen = held_against_the_ledger(ANSWERING, count=300, processes=processes)
     assert set(seen) >= set(ANSWERING) - {"big"}
 

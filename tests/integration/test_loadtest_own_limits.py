@@ -65,10 +65,3 @@ def test_a_limit_on_connections_that_was_met_makes_the_run_invalid(server, limit
     assert 0 < waited < 40
     assert reason.text.startswith("limits.connections or limits.in_flight was met: ")
     assert judge(observe(session.summary))[0] == "invalid"
-
-
-def test_enough_connections_are_no_limit(server):
-    """The same load with room for all waits for nothing."""
-    session = run_with(server, duration_s=0.4)
-    assert session.result.limits == ()
-    assert "limit" not in {reason.code for reason in session.summary.reasons}

@@ -7,10 +7,12 @@ import errno
 import shutil
 import ssl
 import subprocess
+import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import uvloop
@@ -28,25 +30,10 @@ WAIT_S = 60.0
 
 
 @dataclass
-class End:
-    """What became of a request."""
-
-    outcome: RequestOutcome
-    status: int = 0
-    body: bytes = b""
-    sent_ns: int = -1
-    first_byte_ns: int = -1
-    first_part_ns: int = -1
-    done_ns: int = -1
-    received_bytes: int = 0
-    why: str = ""
-
-
-@dataclass
 class Asked:
-    """All ends, by order of asking, and the pool's own counts."""
+    """All ends, by order of asking: outcome, `done_ns`, and what the connection knew; and the pool's own counts."""
 
-    ends: list[End]
+    ends: list[SimpleNamespace]
     reconnects: int
     limits: dict[str, int]
 
@@ -77,21 +64,10 @@ def ask(
         changed = asyncio.Event()
 
         def on_end(slot, outcome, now_ns, connection):
-            ends[slot] = End(outcome, done_ns=now_ns)
-            if isinstance(connection, str):
-                ends[slot].why = connection
-            else:
-                ends[slot] = End(
-                    outcome,
-                    connection.head.status,
-                    connection.body,
-                    connection.sent_ns,
-                    connection.first_byte_ns,
-                    connection.first_part_ns,
-                    now_ns,
-                    connection.received_bytes,
-                    connection.why,
-                )
+            known = {"sent_ns": -1, "why": connection}
+            if not isinstance(connection, str):
+                known = {name: getattr(connection, name) for name in ("sent_ns", "why", "first_byte_ns", "body")}
+            ends[slot] = SimpleNamespace(outcome=outcome, done_ns=now_ns, **known)
             changed.set()
 
         rules = Rules(
@@ -137,16 +113,10 @@ def server():
 @pytest.mark.parametrize(
     ("path", "outcome"),
     [
-        ("ok", RequestOutcome.OK),
         ("byte-by-byte", RequestOutcome.OK),
-        ("until-close", RequestOutcome.OK),
-        ("closes", RequestOutcome.OK),
-        ("continues", RequestOutcome.OK),
         ("no-content", RequestOutcome.OK),
         ("babbles", RequestOutcome.OK),
-        ("hangs-up", RequestOutcome.RESET),
         ("reset", RequestOutcome.RESET),
-        ("garbage", RequestOutcome.GARBLED),
         ("bad-length", RequestOutcome.GARBLED),
         ("two-lengths", RequestOutcome.GARBLED),
         ("bad-chunk", RequestOutcome.GARBLED),
@@ -154,16 +124,13 @@ def server():
         ("endless", RequestOutcome.GARBLED),
         ("http2", RequestOutcome.GARBLED),
         ("huge", RequestOutcome.GARBLED),
-        ("truncated", RequestOutcome.TRUNCATED),
         ("truncated-head", RequestOutcome.TRUNCATED),
-        ("truncated-chunks", RequestOutcome.TRUNCATED),
-        ("302", RequestOutcome.HTTP_OTHER),
         ("404", RequestOutcome.HTTP_4XX),
-        ("503", RequestOutcome.HTTP_5XX),
     ],
 )
 def test_every_answer_has_its_class(server, path, outcome):
-    """Whatever a server answers, the request ends in the class of what happened; the next one goes on unharmed."""
+    """Whatever a server answers, the request ends in the class of what happened; the next one goes on unharmed. (What
+    servers do more often is in test_loadtest_conformance.py.)"""
     first, second = ask(server.url, f"/{path}", "/ok", limit_bytes=100_000).ends
     assert first.outcome is outcome
     assert second.outcome is RequestOutcome.OK
@@ -179,27 +146,10 @@ def test_what_takes_too_long_is_given_up(server, path):
     assert path != "dead" or end.first_byte_ns == -1
 
 
-def test_bodies_arrive_whole(server):
-    """Chunks in any pieces, a body until the end of the connection, and no body where there can be none."""
-    chunked, until_close, empty = ask(server.url, "/chunked", "/until-close", "/no-content").ends
-    assert (chunked.outcome, chunked.body) == (RequestOutcome.OK, b"ok and")
-    assert (until_close.outcome, until_close.body) == (RequestOutcome.OK, b"ok")
-    assert (empty.outcome, empty.body, empty.status) == (RequestOutcome.OK, b"", 204)
-
-
 def test_a_head_request_has_no_body(server):
     """The announced length of an answer to HEAD is not waited for."""
     ends = ask(server.url, "/head", "/head", method="HEAD").ends
     assert [end.outcome for end in ends] == [RequestOutcome.OK] * 2
-
-
-def test_the_first_event_of_a_stream_is_stamped(server):
-    """Between the first byte and the end; of what is no stream it is not."""
-    (end,) = ask(server.url, "/sse").ends
-    assert end.outcome is RequestOutcome.OK
-    assert end.body.endswith(b'data: {"a":1}\n\n')
-    assert 0 < end.first_byte_ns <= end.first_part_ns <= end.done_ns
-    assert ask(server.url, "/ok").ends[0].first_part_ns == -1
 
 
 def test_nobody_there():
@@ -237,16 +187,21 @@ def test_a_connection_that_closed_before_the_request_is_replaced(body):
     assert (server.asked, asked.reconnects) == (["/leaves"] * 10, 9)
 
 
+def dialling(url, before=lambda address: None, **options):
+    """A dialler that calls `before` with each address; what that raises is what the system says of it."""
+
+    class Dialling(Dialler):
+        async def _connect(self, factory, address, failed):
+            before(address)
+            return await super()._connect(factory, address, failed)
+
+    return Dialling(place_of(url), LoadTarget(url=url), **options)
+
+
 def test_a_replaced_request_left_when_it_left_first():
     """Opening the new connection is part of what it took."""
-
-    class Slowly(Dialler):
-        async def dial(self, factory):
-            await asyncio.sleep(0.2)
-            return await super().dial(factory)
-
     with bad_server() as server:
-        slowly = Slowly(place_of(server.url), LoadTarget(url=server.url))
+        slowly = dialling(server.url, lambda _: time.sleep(0.2))
         _, second = ask(server.url, "/leaves", "/leaves", at_once=True, room=1, dialler=slowly).ends
     assert second.outcome is RequestOutcome.OK
     assert (second.done_ns - second.sent_ns) / 1e9 >= 0.2
@@ -273,8 +228,7 @@ def says(*answers):
 
 def named(port, look_up, **options):
     """A dialler to a name."""
-    url = f"http://somewhere.invalid:{port}"
-    return Dialler(place_of(url), LoadTarget(url=url), look_up=look_up, **options)
+    return dialling(f"http://somewhere.invalid:{port}", look_up=look_up, **options)
 
 
 @pytest.fixture
@@ -330,14 +284,7 @@ def test_an_address_that_refuses_is_left_out_until_the_next_look_up(three):
     three[1].close()
     look_up, _ = says(["127.0.0.1", "127.0.0.2", "127.0.0.3"])
     tried = []
-
-    class Counting(Dialler):
-        async def _connect(self, factory, address, failed):
-            tried.append(address)
-            return await super()._connect(factory, address, failed)
-
-    place = place_of(f"http://somewhere.invalid:{three[0].port}")
-    dialler = Counting(place, LoadTarget(url=three[0].url), look_up=look_up)
+    dialler = named(three[0].port, look_up, before=tried.append)
     ends = ask(three[0].url, *["/closes"] * 12, dialler=dialler, pause_s=0.01).ends
     assert [end.outcome for end in ends] == [RequestOutcome.OK] * 12
     assert Counter(tried)["127.0.0.2"] == 1
@@ -348,15 +295,13 @@ def test_localhost_is_both_loopbacks(server):
     """Whatever the hosts file says, IPv6 is tried first and then IPv4, as everybody does who listens to one of them."""
     tried = []
 
-    class Fake(Dialler):
-        async def _connect(self, factory, address, failed):
-            tried.append(address)
-            if address == "::1":
-                raise ConnectionRefusedError
-            return await super()._connect(factory, address, failed)
+    def before(address):
+        tried.append(address)
+        if address == "::1":
+            raise ConnectionRefusedError
 
     url = f"http://localhost:{server.port}"
-    assert ask(url, "/closes", "/closes", dialler=Fake(place_of(url), LoadTarget(url=url))).ends[1].body == b"ok"
+    assert ask(url, "/closes", "/closes", dialler=dialling(url, before)).ends[1].body == b"ok"
     assert tried == ["::1", "127.0.0.1", "127.0.0.1"]
 
 
@@ -372,24 +317,15 @@ def test_a_limit_of_this_machine_is_no_refusal(server, number, limit):
     an address that this machine never had a way to."""
     errors = [OSError(number, "no more"), None, OSError(number, "no more"), OSError(errno.ECONNREFUSED, "refused")]
 
-    class Failing(Dialler):
-        async def _connect(self, factory, address, failed):
-            if error := errors.pop(0):
-                raise error
-            return await super()._connect(factory, address, failed)
+    def fails(_):
+        if error := errors.pop(0):
+            raise error
 
-    dialler = Failing(place_of(server.url), LoadTarget(url=server.url))
-    asked = ask(server.url, *["/closes"] * 4, dialler=dialler)
+    asked = ask(server.url, *["/closes"] * 4, dialler=dialling(server.url, fails))
     first = RequestOutcome.CONNECT if limit == PORTS else RequestOutcome.NOT_SENT
     expected = [first, RequestOutcome.OK, RequestOutcome.NOT_SENT, RequestOutcome.CONNECT]
     assert [end.outcome for end in asked.ends] == expected
     assert asked.limits == {limit: expected.count(RequestOutcome.NOT_SENT)}
-
-
-def test_waiting_for_room_is_counted(server):
-    """Of five at once on two connections three had to wait; one after the other none does."""
-    assert ask(server.url, *["/slow"] * 5, at_once=True, room=2).limits == {ROOM: 3}
-    assert ask(server.url, *["/slow"] * 5, room=1).limits == {}
 
 
 def test_an_idle_connection_that_closes_is_forgotten(server):
@@ -399,10 +335,12 @@ def test_an_idle_connection_that_closes_is_forgotten(server):
 
 
 def test_requests_wait_for_room_in_order(server):
-    """With one connection, requests go one after the other, first come first served, and none is lost."""
-    ends = ask(server.url, *["/slow"] * 5, at_once=True, room=1).ends
-    assert [end.outcome for end in ends] == [RequestOutcome.OK] * 5
-    sent = [end.sent_ns for end in ends]
+    """With one connection, requests go one after the other, first come first served, and none is lost; who had to wait
+    is counted."""
+    asked = ask(server.url, *["/slow"] * 5, at_once=True, room=1)
+    assert [end.outcome for end in asked.ends] == [RequestOutcome.OK] * 5
+    assert (asked.limits, ask(server.url, *["/slow"] * 2, room=1).limits) == ({ROOM: 4}, {})
+    sent = [end.sent_ns for end in asked.ends]
     assert sent == sorted(sent)
     assert all(later - earlier >= 50_000_000 for earlier, later in pairwise(sent))
 
@@ -429,14 +367,6 @@ def test_large_requests_get_through(server):
     """A body larger than any socket buffer is written whole."""
     (end,) = ask(server.url, "/ok", method="POST", body=b"x" * (4 << 20)).ends
     assert end.outcome is RequestOutcome.OK
-
-
-def test_many_at_once(server):
-    """No request is lost among many connections."""
-    ends = ask(server.url, *["/slow"] * 60, at_once=True, room=30).ends
-    assert [end.outcome for end in ends] == [RequestOutcome.OK] * 60
-    first_s, last_s = min(end.sent_ns for end in ends) / 1e9, max(end.done_ns for end in ends) / 1e9
-    assert last_s - first_s >= 0.1  # two rounds of 50 ms
 
 
 @pytest.fixture(scope="module")
@@ -471,10 +401,9 @@ def test_a_server_that_speaks_http2_only_is_named(server):
     """Its first frame is no answer; over TLS it takes no other protocol in the handshake."""
     assert ask(server.url, "/http2").ends[0].why == HTTP2
 
-    class Refused(Dialler):
-        async def _connect(self, factory, address, failed):
-            raise ssl.SSLError(1, "[SSL] tlsv1 alert no application protocol (_ssl.c:1006)")
+    def refused(_):
+        raise ssl.SSLError(1, "[SSL] tlsv1 alert no application protocol (_ssl.c:1006)")
 
     url = server.url.replace("http:", "https:")
-    (end,) = ask(url, "/ok", dialler=Refused(place_of(url), LoadTarget(url=url))).ends
+    (end,) = ask(url, "/ok", dialler=dialling(url, refused)).ends
     assert (end.outcome, end.why) == (RequestOutcome.CONNECT, HTTP2)

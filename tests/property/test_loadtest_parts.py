@@ -19,7 +19,7 @@ from plait_loadtest.run.messages import shares
 from plait_loadtest.scenario import GeneratorLimits, ImageClass, Slo
 from plait_loadtest.session import finished
 from plait_loadtest.thresholds import parse_all
-from plait_loadtest.values import Echo, HostPart, RequestOutcome, RequestPlan
+from plait_loadtest.values import Echo, HostPart, RequestOutcome
 from support import loadtest_records as made
 
 SCENARIO = made.scenario(
@@ -72,7 +72,7 @@ def told(run):
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(runs(), st.booleans())
 def test_parts_merged_are_the_whole(run, interrupted):
     """Percentiles, rates, errors, verdicts, histograms and their parts by time, whatever the number of hosts."""
@@ -103,15 +103,7 @@ def test_hosts_send_every_request_once(count, connections, processes, callers):
     a caller is refused: it would send nothing of its part."""
     hosts = len(processes)
     planned = 0 if callers else count
-    plan = RequestPlan(
-        scheduled_ns=np.arange(planned),
-        warm_up=0,
-        duration_s=1.0,
-        mix=None,  # type: ignore[arg-type]
-        cancelled=np.zeros(planned, dtype=bool),
-        cancel_after_s=1.0,
-        concurrency=callers,
-    )
+    plan = made.plan(planned, concurrency=callers)
     limits = GeneratorLimits(connections=connections)
     if 0 < callers < hosts:
         with pytest.raises(ScenarioError, match="callers cannot be shared"):
@@ -134,7 +126,7 @@ def test_hosts_send_every_request_once(count, connections, processes, callers):
     assert [sum(share.room for share in host) for host in given_] == [connections] * hosts
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(runs())
 def test_a_part_comes_back_from_its_file(tmp_path_factory, run):
     """Record for record, with everything that is reported of it."""

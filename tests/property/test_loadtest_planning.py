@@ -111,7 +111,7 @@ keys = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.dictionaries(keys, values, max_size=4))
 def test_nonsense_is_refused_with_a_sentence(overrides):
     """Any settings make a scenario, or one error of ours; what is made can be shown and loaded again."""

@@ -8,7 +8,7 @@ from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import ImageClass, PoissonArrivals, Scenario, Slo
 from plait_loadtest.session import FinishedRun
 from plait_loadtest.thresholds import check, parse_all
-from plait_loadtest.values import RECORD, Echo, RequestOutcome, RunResult
+from plait_loadtest.values import RECORD, Echo, RequestOutcome, RequestPlan, RunResult
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -46,6 +46,13 @@ def result(rows, *, interrupted=False, echo_ms=0.3, wall_s=None, problems=(), wh
         problems=problems,
         whys=whys,
     )
+
+
+def plan(size, **settings):
+    """Requests a millisecond apart."""
+    scheduled_ns, cancelled = np.arange(size, dtype=np.int64) * MS, np.zeros(size, dtype=np.bool_)
+    base = {"warm_up": 0, "duration_s": 1.0, "mix": None, "cancel_after_s": 1.0}
+    return RequestPlan(scheduled_ns=scheduled_ns, cancelled=cancelled, **(base | settings))
 
 
 def scenario(**settings):

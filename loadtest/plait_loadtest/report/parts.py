@@ -50,7 +50,7 @@ def write(path: Path, session: FinishedRun) -> None:
 def read(path: Path) -> FinishedRun:
     """Return a part that `write` wrote. Raises `ReportError`."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             if about["format"] != FORMAT:
                 raise ReportError(f"{path} is of another version")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from plait.precision import with_dtype
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.sources import hub
 from plait_serving.images.config import ImagesSection
+from support.tensor_headers import write_header
 
 GAINS, TOO_SMALL = 300_000_000, 100_000_000
 COMMIT = "0" * 40
@@ -69,11 +67,6 @@ def test_a_machine_with_a_gpu_settles_nothing(tmp_path: Path) -> None:
     assert dtype_of(section(model, device="cpu"), devices) == "bfloat16"
 
 
-def test_the_starter_stays_in_float32(tmp_path: Path) -> None:
-    """It is too small to gain."""
-    assert dtype_of(ImagesSection(), tmp_path) == "float32"
-
-
 @pytest.mark.parametrize(("nbytes", "dtype"), [(GAINS, "bfloat16"), (TOO_SMALL, "float32")])
 @pytest.mark.parametrize(("names", "rest"), [
     (("model.diffusion_model.a", "model.diffusion_model.b"), {"cond_stage_model.c": GAINS}),
@@ -83,16 +76,7 @@ def test_of_a_checkpoint_in_one_file_the_model_that_steps_counts(
     tmp_path: Path, names: tuple[str, ...], rest: dict[str, int], nbytes: int, dtype: str
 ) -> None:
     """By its header, however large the rest is; FLUX.1's may be nothing else."""
-    parts = {**dict.fromkeys(names, nbytes // 2), **rest}
-    ends = list(accumulate(parts.values()))
-    header = {
-        name: {"dtype": "F16", "shape": [size // 2], "data_offsets": [end - size, end]}
-        for (name, size), end in zip(parts.items(), ends, strict=True)
-    }
-    raw = json.dumps(header).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + ends[-1])
+    write_header(tmp_path / "model.safetensors", {**dict.fromkeys(names, nbytes // 2), **rest})
     assert dtype_of(section(tmp_path / "model.safetensors"), tmp_path / "dev") == dtype
 
 

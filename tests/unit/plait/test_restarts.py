@@ -232,20 +232,23 @@ def test_a_change_restarts_who_reads_it_and_nobody_else(path: str, value: Any, e
     assert effects(deployments(parsed(FULL)), deployments(parsed(data))) == expected
 
 
-def test_versions_follow_what_only_a_restart_changes() -> None:
+@pytest.mark.parametrize("places", [(), ("l40s", "host")], ids=["anywhere", "placed"])
+def test_versions_follow_what_only_a_restart_changes(places: tuple[str, ...]) -> None:
     """Equal where Serve is to keep the replicas, different for another run of the server."""
     tuned = copy.deepcopy(FULL)
     tuned["images"] |= {"knobs": {"largest_batch": 4}, "replicas": 4}
-    assert versions(FULL, "a") == versions(tuned, "a")
-    assert set(versions(FULL, "a").values()).isdisjoint(versions(FULL, "b").values())
+    before = versions(FULL, "a", places)
+    assert before == versions(tuned, "a", places)
+    assert set(before.values()).isdisjoint(versions(FULL, "b", places).values())
     tuned["images"]["dtype"] = "float32"
-    moved = {name for name, version in versions(tuned, "a").items() if version != versions(FULL, "a")[name]}
-    assert moved == {"engine", "controlnet-edges", "controlnet-depth"}
+    moved = {name for name, version in versions(tuned, "a", places).items() if version != before[name]}
+    assert {name.partition("@")[0] for name in moved} == {"engine", "controlnet-edges", "controlnet-depth"}
 
 
-def versions(data: Mapping[str, Any], salt: str) -> dict[str, str | None]:
+def versions(data: Mapping[str, Any], salt: str, places: tuple[str, ...] = ()) -> dict[str, str | None]:
     """As Serve finds them."""
-    return {each.name: each.version for each in bound(bind(deployments(parsed(data)), salt=salt))}
+    app = bind(deployments(parsed(data)), node_classes=places, salt=salt)
+    return {each.name: each.version for each in bound(app)}
 
 
 def test_versions_are_the_same_in_every_process() -> None:

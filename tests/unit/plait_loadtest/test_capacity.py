@@ -35,14 +35,20 @@ def seen(good, judged, *, percentile=95.0, invalid=(), blamed=None):
     return Observed(classes=(count,), achieved_per_s=1.0, goodput_per_s=1.0, invalid=invalid)
 
 
-def sharp(capacity_per_s):
-    """A server that answers everything in time up to its capacity, and nothing above it."""
+def server(answers):
+    """A server of which `answers(rate, n)` is seen when n requests come at a rate, and the rates that were tried."""
+    tried = []
 
     def measure(rate_per_s, duration_s):
-        n = round(rate_per_s * duration_s)
-        return seen(n if rate_per_s <= capacity_per_s else 0, n)
+        tried.append(rate_per_s)
+        return answers(rate_per_s, round(rate_per_s * duration_s))
 
-    return measure
+    return measure, tried
+
+
+def sharp(capacity_per_s):
+    """A server that answers everything in time up to its capacity, and nothing above it."""
+    return server(lambda rate, n: seen(n if rate <= capacity_per_s else 0, n))[0]
 
 
 def test_the_stopping_rule_needs_the_published_numbers():
@@ -119,13 +125,8 @@ def test_verdicts_of_a_trial():
 
 def test_a_slow_generator_is_a_bound_of_its_own():
     """Rates that the generator cannot offer are tried three times, refused, and the result says whose limit it is."""
-    tried = []
-
-    def measure(rate_per_s, duration_s):
-        tried.append(rate_per_s)
-        n = round(rate_per_s * duration_s)
-        return seen(n, n, invalid=(("send_lag", "requests left late"),) if rate_per_s > 50.0 else ())
-
+    late = (("send_lag", "requests left late"),)
+    measure, tried = server(lambda rate, n: seen(n, n, invalid=late if rate > 50.0 else ()))
     found = find_capacity(measure, search())
     assert found.by_generator
     assert "generator" in found.statement
@@ -135,13 +136,8 @@ def test_a_slow_generator_is_a_bound_of_its_own():
 
 def test_a_host_that_is_busy_without_any_load_ends_the_search():
     """Lower rates would be spoiled as well, and say nothing about the server; what held before still counts."""
-    tried = []
-
-    def measure(rate_per_s, duration_s):
-        tried.append(rate_per_s)
-        n = round(rate_per_s * duration_s)
-        return seen(n, n, invalid=(("echo", "this machine was slow"),) if len(tried) > 1 else ())
-
+    slow = (("echo", "this machine was slow"),)
+    measure, tried = server(lambda _, n: seen(n, n, invalid=slow if len(tried) > 1 else ()))
     found = find_capacity(measure, search(), is_busy=lambda: True)
     assert tried == [10.0, 20.0, 20.0, 20.0]
     assert (found.rate_per_s, found.confirmed) == (10.0, False)
@@ -181,15 +177,8 @@ def test_what_the_generator_did_is_not_blamed_on_the_server(code):
 def test_a_capacity_that_the_generator_ends_is_a_lower_bound():
     """Above 16/s it runs out of descriptors, while the server would answer: at least the rate that was shown, and why
     no more. A limit is met again, so that no rate is tried twice for it."""
-    tried = []
-
-    def measure(rate_per_s, duration_s):
-        tried.append(rate_per_s)
-        n = round(rate_per_s * duration_s)
-        if rate_per_s <= 16.0:
-            return seen(n, n)
-        return seen(n // 3, n, blamed=0, invalid=(("limit", "out of file descriptors: 9 requests were not sent"),))
-
+    full = (("limit", "out of file descriptors: 9 requests were not sent"),)
+    measure, tried = server(lambda rate, n: seen(n, n) if rate <= 16.0 else seen(n // 3, n, blamed=0, invalid=full))
     found = find_capacity(measure, search())
     assert (found.confirmed, found.by_generator) == (True, True)
     assert 16.0 / 1.05 <= found.rate_per_s <= 16.0
@@ -216,33 +205,25 @@ def test_blame_counts_from_sending():
 
 def test_a_lucky_rate_is_not_confirmed():
     """A rate that held by luck and fails its longer run is given up for a lower one."""
-    limit, lucky = 30.0, [2]
-
-    def measure(rate_per_s, duration_s):
-        n = round(rate_per_s * duration_s)
-        if rate_per_s > limit and rate_per_s < 50.0 and lucky[0]:
-            lucky[0] -= 1
-            return seen(n, n)
-        return seen(n if rate_per_s <= limit else 0, n)
-
+    lucky = [True, True]
+    measure, _ = server(lambda rate, n: seen(n if rate <= 30.0 or (rate < 50.0 and lucky and lucky.pop()) else 0, n))
     found = find_capacity(measure, search())
     assert found.confirmed
-    assert found.rate_per_s <= limit
+    assert found.rate_per_s <= 30.0
     assert any(trial.purpose == "confirm" and trial.verdict != "held" for trial in found.trials)
 
 
 def test_an_unproven_trial_is_repeated_twice_as_long():
     """Too few requests by chance are no reason to refuse a rate."""
-    durations = []
+    counts = []
 
-    def measure(rate_per_s, duration_s):
-        durations.append((rate_per_s, duration_s))
-        n = round(rate_per_s * duration_s)
-        unlucky = len(durations) == 1
-        return seen(50, 50) if unlucky else seen(n if rate_per_s <= 15.0 else 0, n)
+    def answers(rate, n):
+        counts.append(n)
+        return seen(50, 50) if len(counts) == 1 else seen(n if rate <= 15.0 else 0, n)
 
+    measure, tried = server(answers)
     find_capacity(measure, search())
-    assert durations[1] == (10.0, 2 * durations[0][1])
+    assert (tried[:2], counts[1]) == ([10.0, 10.0], pytest.approx(2 * counts[0], abs=1))
 
 
 def test_nothing_holds_and_interruption():
@@ -250,14 +231,10 @@ def test_nothing_holds_and_interruption():
     dead = find_capacity(lambda rate, s: seen(0, 100), search(min_per_s=0.1))
     assert (dead.rate_per_s, dead.confirmed) == (None, False)
     assert len(dead.trials) < 12
-    calls = []
-
-    def interrupted_third(rate_per_s, duration_s):
-        calls.append(rate_per_s)
-        return seen(1000, 1000, invalid=(("interrupted", "it was interrupted"),) if len(calls) == 3 else ())
-
+    over = (("interrupted", "it was interrupted"),)
+    interrupted_third, tried = server(lambda *_: seen(1000, 1000, invalid=over if len(tried) == 3 else ()))
     stopped = find_capacity(interrupted_third, search())
-    assert (len(calls), stopped.confirmed, stopped.rate_per_s) == (3, False, 20.0)
+    assert (len(tried), stopped.confirmed, stopped.rate_per_s) == (3, False, 20.0)
 
 
 def test_beyond_is_tried_after_the_confirmation():

@@ -21,14 +21,14 @@ def of_queue(arrivals_seed, *, mean_service_ms=6.0, **settings):
 
 
 def test_the_same_distribution_is_rarely_a_regression():
-    """12 pairs of runs of one server: at most 1 regression. The nominal rate is 0.5 % a pair (1 % both ways); 150 other
-    pairs had 1. At 1 % two or more of 12 would come with a probability of 0.6 %; the seeds are fixed.
+    """Six pairs of runs of one server: no regression. The nominal rate is 0.5 % a pair (1 % both ways); 150 other pairs
+    had 1. The seeds are fixed.
     """
-    reports = [of_queue(seed) for seed in range(24)]
-    assert sum(compare(reports[2 * i], reports[2 * i + 1]).regressed for i in range(12)) <= 1
+    reports = [of_queue(seed) for seed in range(12)]
+    assert not any(compare(reports[2 * i], reports[2 * i + 1]).regressed for i in range(6))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_real_regression_is_found(seed):
     """A server that takes 30 % longer (load 0.6 -> 0.78: latency doubles) is worse; the other way round, better."""
     before, after = of_queue(seed), of_queue(seed + 100, mean_service_ms=7.8)
@@ -41,25 +41,18 @@ def test_a_real_regression_is_found(seed):
     assert p95.low > 0.0
 
 
-def test_new_errors_are_a_regression():
-    """From no errors to 3 %: compared by difference, there is no ratio."""
-    at_s = [i / 100.0 for i in range(3000)]
-    rows_before, rows_after = records(at_s, 20.0), records(at_s, 20.0)
-    rows_after["outcome"][::33] = RequestOutcome.HTTP_5XX
-    outcome = compare(*(report(session(rows, scenario(duration_s=30.0))) for rows in (rows_before, rows_after)))
-    assert outcome.regressed
-    assert "error_rate" in {change.metric for change in outcome.changes if change.verdict == "worse"}
-
-
-@pytest.mark.parametrize("share", [1, 20])
-def test_a_server_that_hangs_is_a_regression(share):
-    """Requests that never ended, all of them or one in 20, are errors, whatever the others took."""
+@pytest.mark.parametrize(
+    ("share", "ends"), [(30, RequestOutcome.HTTP_5XX), (1, RequestOutcome.UNFINISHED), (20, RequestOutcome.UNFINISHED)]
+)
+def test_new_errors_are_a_regression(share, ends):
+    """From none: compared by difference, there is no ratio. Requests that never ended are errors too, all of them or
+    one in 20, whatever the others took."""
     at_s = [i / 100.0 for i in range(3000)]
     before, after = records(at_s, 20.0), records(at_s, 20.0)
-    after["outcome"][::share] = RequestOutcome.UNFINISHED
+    after["outcome"][::share] = ends
     outcome = compare(*(report(session(rows, scenario(duration_s=30.0))) for rows in (before, after)))
     worse = next(change for change in outcome.changes if change.metric == "error_rate")
-    assert (worse.verdict, worse.after) == ("worse", pytest.approx(1 / share))
+    assert (outcome.regressed, worse.verdict, worse.after) == (True, "worse", pytest.approx(1 / share))
 
 
 def test_the_p99_of_thirty_decides_nothing():

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from plait_loadtest.distributions import (
-    MLPERF_CANDIDATES,
-    ZipfRanks,
-    cumulative,
-    pick,
-    pick_distinct,
-    zipf_weights,
-)
+from plait_loadtest.distributions import ZipfRanks, cumulative, pick_distinct, zipf_weights
 
 SEEDS = [(0, 1e-3), (secrets.randbits(62), 1e-6)]
 
@@ -36,8 +29,8 @@ def check_shares(observed, shares, chance, seed):
         assert stats.chisquare(observed[keep], expected[keep]).pvalue > chance, f"seed {seed}"
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 0.9995, 1.0, 1.0 + 1e-9, 1.05, 2.0, 4.0])
-@pytest.mark.parametrize("rows", [1, 2, 3, 50])
+@pytest.mark.parametrize("exponent", [0.0, 0.9995, 1.0, 1.0 + 1e-9, 1.05, 4.0])
+@pytest.mark.parametrize("rows", [1, 3, 50])
 @pytest.mark.parametrize("columns", [1, 2])
 def test_ranks_follow_zipf_exactly(exponent, rows, columns):
     """Every rank of a small table has its finite Zipf mass, also next to exponent 1: one column from a table of sums,
@@ -71,20 +64,6 @@ def test_columns_of_ranks_keep_to_their_own_table():
     assert ranks.max(axis=0)[2] > 1_000_000  # P(not) < 1e-80: a rank beyond 10^6 has a share above 0.03
 
 
-def test_a_weighted_choice_has_the_shares_of_its_weights():
-    """Chi-square of 20,000 picks; a weight of 0 is never picked."""
-    weights = [0.0, 0.2, 8.8, 91.0, 0.0]
-    for seed, chance in SEEDS:
-        picked = pick(cumulative(weights), np.random.default_rng(seed).random(20_000))
-        check_shares(np.bincount(picked, minlength=5), np.array(weights) / 100, chance, seed)
-
-
-def test_the_edges_of_a_choice():
-    """A uniform of 0 is the first item that has a weight, and one just below 1 the last."""
-    sums = cumulative([0, 1, 3, 0])
-    assert pick(sums, np.array([0.0, 0.25 - 1e-12, 0.25, np.nextafter(1, 0)])).tolist() == [1, 1, 2, 2]
-
-
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5]])
 def test_weights_that_are_no_law_are_refused(weights):
     """Nothing to choose from, or a negative weight."""
@@ -104,9 +83,3 @@ def test_distinct_picks_are_drawn_by_weight_from_those_left():
     for seed, chance in SEEDS:
         drawn = [pick_distinct(sums, row) for row in np.random.default_rng(seed).random((20_000, 3)).tolist()]
         check_shares([drawn.count(triple) for triple in triples], shares, chance, seed)
-
-
-def test_mlperf_candidates_have_their_published_mean():
-    """Twenty quantiles, mean 270 (MLPerf counts 270 user-item pairs per query)."""
-    assert sum(MLPERF_CANDIDATES.values()) == 20
-    assert sum(number * weight for number, weight in MLPERF_CANDIDATES.items()) / 20 == 270

@@ -97,11 +97,6 @@ def test_what_is_shown_can_be_loaded(name, tmp_path):
     assert load_scenario(json.loads(json.dumps(scenario.model_dump(mode="json"))), {}) == scenario
 
 
-def test_settings_without_a_default_are_asked_for():
-    """The scenario of the public trace says that it needs the path."""
-    assert refused("genai-trace") == ("genai-trace: arrivals.file must be given: this scenario has no default for it")
-
-
 STEPS = {"kind": "step", "stages": [[60, 5], [60, 10]]}
 
 
@@ -113,7 +108,6 @@ def test_stages_decide_how_long_a_run_is():
     assert load_scenario({}, {"arrivals.kind": "step", "arrivals.stages": [[7, 5]]}).duration_s == 7
 
 
-IMAGE = {"mix": [{}]}
 INFER = {"target": {"api": "infer", "model": "m"}}
 RAW = {"target": {"api": "raw"}}
 
@@ -126,19 +120,15 @@ RAW = {"target": {"api": "raw"}}
         ({}, {"target.ulr": 3}, r"^target.ulr: there is no such setting \(did you mean url\?\)$"),
         ({}, {"mix.0.stepz": 3}, r"^mix.0.stepz: there is no such setting \(did you mean steps\?\)$"),
         ({}, {"arrivals.burstiness": 3}, r"^arrivals.burstiness: there is no such setting for poisson arrivals, which"),
-        ({}, {"duration_s.x": 3}, r"^duration_s: must be a valid number, not \{'x': 3\}$"),
         ({"duration_s": 4}, {"duration_s.x": 3}, "^duration_s.x: duration_s has no settings of its own$"),
         ({}, {"mix.3.weight": 1}, "^mix.3: there is no such entry; use a position from 0, a name, or"),
         ({"seed": 4}, {"seed.a.b": 1}, "^seed.a: there is no such setting$"),
-        ({}, {"duration_s": -1}, "^duration_s: must be greater than 0, not -1$"),
-        ({}, {"duration_s": "soon"}, "^duration_s: must be a valid number.*, not 'soon'$"),
         ({}, {"duration_s": float("nan")}, "^duration_s: must be a finite number"),
         ({}, {"duration_s": 1e8}, "^duration_s: is longer than"),
         ({}, {"arrivals.kind": "fast"}, "^arrivals.kind: one of 'constant', 'poisson', .*, not 'fast'$"),
         ({"arrivals": {"rate_per_s": 3}}, {}, "^arrivals.kind must be given$"),
         ({}, {"arrivals.kind": "ramp"}, "^arrivals.to_rate_per_s must be given$"),
         ({"mix": [{"api": "grpc"}]}, {}, "^mix.0.api: one of 'images', 'infer', 'raw', not 'grpc'$"),
-        ({"mix": {}}, {}, "^mix: must be a list"),
         # the target
         ({}, {"target.url": "localhost:8000"}, "^target.url: 'localhost:8000' is not http"),
         ({}, {"target.url": "http://a:b"}, "^target.url: 'http://a:b' is not a URL"),
@@ -161,27 +151,18 @@ RAW = {"target": {"api": "raw"}}
         ({"mix": []}, {}, "^mix: has no class of requests$"),
         ({"mix": [{}, {}]}, {}, "^mix.0.name: 'images' is the name of another class too$"),
         ({"mix": [{"api": "raw"}]}, {}, "^mix.0.api: is raw, but target.api is images$"),
-        ({}, {"mix.0.weight": 0}, "^mix.0.weight: must be greater than 0, not 0$"),
         ({}, {"mix.0.steps": {0: 1}}, "^mix.0.steps: 0 is less than 1$"),
         ({}, {"mix.0.steps": {4: 0}}, "^mix.0.steps: has no weight above 0$"),
-        ({}, {"mix.0.steps": {4: -1}}, "^mix.0.steps.4: must be greater than or equal to 0, not -1$"),
-        ({}, {"mix.0.steps": {"many": 1}}, "^mix.0.steps.many: must be a valid integer"),
-        ({}, {"mix.0.steps": {}}, "^mix.0.steps: .*at least 1 item"),
         ({}, {"mix.0.steps": {1: 1e308, 2: 1e308}}, "^mix.0.steps: has weights whose sum is too large"),
         ({}, {"mix.0.size": "big"}, "^mix.0.size: 'big' is not WIDTHxHEIGHT$"),
         ({}, {"mix.0.prompts": []}, "^mix.0.prompts: is empty$"),
-        ({}, {"mix.0.prompts_file": "/nowhere"}, "^mix.0.prompts_file: there is no file /nowhere$"),
         ({}, {"mix.0.prompts_file": "~nobody-here/x"}, "^mix.0.prompts_file: there is no file /.*/~nobody-here/x$"),
         ({}, {"mix.0.extra": {"prompt": "x"}}, "^mix.0.extra: prompt is written by the generator itself$"),
         ({}, {"mix.0.loras.count": {1: 1}}, "^mix.0.loras.names: 0 are too few for the 1 that a request may carry$"),
-        ({}, {"mix.0.loras": {"count": 2, "popularity": {"a": 1, "b": 0}}}, "loras.names: 1 are too few for the 2"),
         ({}, {"mix.0.loras": {"names": ["a"], "popularity": {"a": 1}}}, "^mix.0.loras.popularity: is given beside"),
         ({}, {"mix.0.loras.names": ["a", "a"]}, "^mix.0.loras.names: has the same name twice$"),
         ({}, {"mix.0.loras.names": ["../a"]}, "^mix.0.loras.names.0: string should match pattern"),
-        ({}, {"mix.0.loras": {"names": ["a:b"]}}, "^mix.0.loras.names.0: string should match pattern"),
-        ({}, {"mix.0.loras.popularity": {"../a": 1}}, "^mix.0.loras.popularity.../a: string should match pattern"),
         ({}, {"mix.0.controlnets": {"count": 4, "names": [*"abcd"]}}, "^mix.0.controlnets.count: 4 is more than 3$"),
-        ({}, {"mix.0.controlnets.images": ["/nowhere"]}, "^mix.0.controlnets.images: there is no file /nowhere$"),
         (INFER, {"target.model": None}, "^target.model: must be given"),
         (INFER, {"mix.0.candidates": 0}, "^mix.0.candidates: 0 is less than 1$"),
         (INFER, {"mix.0.rows": [4, 0]}, "^mix.0.rows: a table has at least one row$"),
@@ -190,10 +171,7 @@ RAW = {"target": {"api": "raw"}}
         (INFER, {"mix.0.rows": [], "mix.0.dense": 0}, "^mix.0.rows: is empty, and so is dense"),
         (INFER, {"mix.0.inputs": [{"name": "a", "ids": 3, "numbers": 2}]}, "^mix.0.inputs.0: has numbers or ids"),
         (INFER, {"mix.0.inputs": [{"name": "a", "numbers": 2, "bag": 2}]}, "^mix.0.inputs.0.bag: belongs to ids$"),
-        (RAW, {"mix.0.path": "x"}, "^mix.0.path: 'x' does not start with /$"),
-        (RAW, {"mix.0.body_file": "/nowhere"}, "^mix.0.body_file: there is no file /nowhere$"),
         (RAW, {"mix.0.content_type": "a\nb"}, "^mix.0.content_type: is not printable text$"),
-        (RAW, {"mix.0.headers": {"x y": "1"}}, "^mix.0.headers: bad name 'x y'$"),
         # what belongs together
         ({}, {"slos.b.latency_ms": 5}, "^slos.b: is no class of the mix, which has images$"),
         ({}, {"processes": 4, "limits.connections": 3}, "^limits.connections: 3 are fewer than 4 processes$"),
@@ -219,10 +197,7 @@ def test_a_body_and_a_body_file_exclude_each_other(tmp_path):
         ("a: [", "line 1: "),
         ("seed: 1\nseed: 2\n", "line 2: 'seed' is given twice"),
         ("- 1\n", "a scenario is a mapping of settings"),
-        ("# nothing yet\n", "it is empty"),
         ("seed: !!python/object:os.system {}\n", "line 1: could not determine a constructor"),
-        ("needs: [a.b]\n", "a.b must be given"),
-        ("1: 2\n", "1: "),
         ("duration_s: 0\n", "duration_s: must be greater than 0"),
         ("\x00", "unacceptable character"),
         ("[" * 1500, "is nested too deeply"),

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-import plait_loadtest
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import builtin_names, load_scenario
-from plait_loadtest.mix.images import ImageRequests
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import RawClass, Scenario
-from plait_loadtest.seeds import Numbered, Stream
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 
 
@@ -32,14 +28,6 @@ def load(name, trace, **overrides) -> Scenario:
     return load_scenario(name, overrides | ({"arrivals.file": trace} if name == "genai-trace" else {}))
 
 
-def test_the_scenarios_of_the_package_are_those_that_are_documented():
-    """Each file is found beside the code, where a wheel has it too."""
-    names = ("capacity", "dlrm-server", "genai-mix", "genai-trace", "picks", "smoke", "two-controlnets")
-    assert builtin_names() == names
-    folder = Path(plait_loadtest.__file__).parent / "builtin"
-    assert {path.stem for path in folder.iterdir()} == set(names)
-
-
 @pytest.mark.parametrize("name", builtin_names())
 def test_a_built_in_scenario_can_be_run_as_it_is(name, trace):
     """It loads, plans and builds its first 50 requests, and plait's own schema takes those of the images API."""
@@ -54,28 +42,6 @@ def test_a_built_in_scenario_can_be_run_as_it_is(name, trace):
             schema.model_validate_json(request.body)
         else:
             assert len(request.body) > 1000
-
-
-@pytest.mark.parametrize("name", builtin_names())
-def test_every_number_of_a_built_in_scenario_has_a_source(name):
-    """Each file says where its numbers come from, or that they are a choice."""
-    text = (Path(plait_loadtest.__file__).parent / "builtin" / f"{name}.yaml").read_text()
-    assert "Source" in text or "No number" in text
-    assert "a choice" in text or "No number" in text
-
-
-def test_two_controlnets_draws_what_was_published():
-    """Counts of LoRAs and ControlNets in 3,000 requests: chi-square against the paper's shares of service A."""
-    for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-        chosen = load_scenario("two-controlnets", {"seed": seed})
-        requests = ImageRequests(chosen.mix[0], chosen.target, Numbered(seed, Stream.MIX, 0, 0))
-        drawn = [requests.draw(index) for index in range(3000)]
-        for field, shares in (("controlnets", (0, 30.5, 69.5)), ("loras", (0.2, 8.8, 91))):
-            counts = np.bincount([len(getattr(draw, field)) for draw in drawn], minlength=3)
-            expected = np.array(shares) * 30
-            keep = expected > 0
-            assert counts[~keep].sum() == 0
-            assert stats.chisquare(counts[keep], expected[keep]).pvalue > chance, f"{field}, seed {seed}"
 
 
 def test_the_streams_of_a_plan_are_independent():

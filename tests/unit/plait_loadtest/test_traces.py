@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import os
-import secrets
 from pathlib import Path
 
-import numpy as np
 import pytest
-import yaml
-from scipy import stats
 
 from plait_loadtest.arrivals import schedule
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.load import load_scenario
-from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import TraceArrivals
 from plait_loadtest.traces import read_times
-
-TRACES = os.environ.get("PLAIT_TRACES")
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -105,53 +96,9 @@ def test_a_count_takes_so_many_of_the_trace(tmp_path):
         schedule(trace(path), duration_s=1, warm_up_s=5, count=26, seed=0)
 
 
-def test_a_replayed_poisson_process_is_one(tmp_path):
-    """5,000 exponential gaps, four times as fast: Kolmogorov-Smirnov; fresh seed, fails by chance once in a million."""
-    seed = secrets.randbits(62)
-    recorded = np.cumsum(np.random.default_rng(seed).standard_exponential(5_000))
-    path = write(tmp_path / "t.csv", "at", *map(repr, recorded.tolist()))
-    times, _ = schedule(trace(path, speed=4), duration_s=1e6, warm_up_s=0, count=None, seed=0)
-    assert stats.kstest(np.diff(times / 1e9), stats.expon(scale=1 / 4).cdf).pvalue > 1e-6, f"seed {seed}"
-
-
 def test_an_empty_window_is_an_error(tmp_path):
     """A run that would measure nothing is refused before it starts."""
     path = write(tmp_path / "t.csv", "at", "0", "100")
     for settings in ({"offset_s": 10}, {"offset_s": 1000}):
         with pytest.raises(ScenarioError, match=r"no arrival in the part that is measured; change arrivals\.offset_s"):
             schedule(trace(path, **settings), duration_s=5, warm_up_s=0, count=None, seed=0)
-
-
-@pytest.mark.skipif(not TRACES, reason="PLAIT_TRACES names no folder of public traces")
-class TestThePublicTrace:
-    """cluster-trace-v2026-GenAI of alibaba/clusterdata, where the environment says that it lies."""
-
-    file = Path(TRACES or "", "lora_request_trace.csv.gz")
-
-    def test_it_is_replayed_at_its_own_times(self):
-        """The Kolmogorov-Smirnov distance to the trace is 0: a replay draws nothing, so nothing is by chance."""
-        scenario = load_scenario("genai-trace", {"arrivals.file": self.file, "arrivals.speed": 1e3, "duration_s": 3000,
-                                                 "arrivals.offset_s": 0, "warm_up_s": 0})  # fmt: skip
-        plan = make_plan(scenario)
-        assert plan.scheduled_ns.size == 26_823
-        trace_s = read_times(self.file, "gmt_create")
-        assert stats.ks_2samp(plan.scheduled_ns / 1e6, trace_s).statistic == 0
-        assert np.abs(plan.scheduled_ns / 1e6 - trace_s).max() < 1e-5
-
-    def test_the_weights_of_the_built_in_mix_are_its_counts(self):
-        """Steps, images and LoRAs per request of ``genai-mix`` are the trace's own rows per value."""
-        rows = gzip.decompress(self.file.read_bytes()).decode().splitlines()
-        header, *cells = [row.split(",") for row in rows]
-        spec = load_scenario("genai-mix", {}).mix[0]
-        columns = {
-            "num_lora": spec.loras.count,
-            "num_inference_steps": spec.steps,
-            "num_images_per_prompt": spec.images,
-        }
-        for column, weights in columns.items():
-            values = [cell[header.index(column)] for cell in cells]
-            counted = {value: sum(text in (str(value), f"{value}.0") for text in values) for value in weights}
-            assert counted == weights, yaml.safe_dump(counted)
-        kinds = [cell[header.index("predict_type")] for cell in cells]
-        masked, edits = kinds.count("INPAINTING"), len(kinds) - kinds.count("TXT_2_IMG")
-        assert (spec.edits.share, spec.edits.masked) == (round(edits / len(kinds), 4), round(masked / edits, 3))

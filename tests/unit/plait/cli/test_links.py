@@ -11,14 +11,6 @@ from plait_fabric.link.link_files import read_links
 from support.fabric_links import send_lat, shipped, write_bw
 
 
-def test_list_shows_the_shipped_links(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every link has a line with its times."""
-    assert main(["links", "list"]) == 0
-    printed = capsys.readouterr().out
-    assert "100g-same-switch  0.82" in printed
-    assert "400g-cross-pod" in printed
-
-
 def test_calibrate_writes_a_file_that_can_be_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two outputs of perftest become a link with their sources, which `list` shows."""
     link = shipped("200g-same-switch").link
@@ -41,19 +33,3 @@ def test_a_csv_as_a_spreadsheet_saves_it_is_read(tmp_path: Path, capsys: pytest.
     (tmp_path / "lat.csv").write_text("\n".join(["bytes,latency_us", *rows]), encoding="utf-8-sig")
     assert main(["links", "calibrate", str(tmp_path / "lat.csv")]) == 0
     assert "fitted to lat.csv" in capsys.readouterr().out
-
-
-def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is missing, is something else, or does not fit is named; nothing is written."""
-    (tmp_path / "noise.txt").write_text("hello")
-    for arguments in (
-        ["calibrate", str(tmp_path / "none.txt")],
-        ["calibrate", str(tmp_path / "noise.txt"), "-o", str(tmp_path / "out.json")],
-        ["calibrate", str(tmp_path / "noise.txt"), "--like", "carrier-pigeon"],
-        ["list", str(tmp_path / "noise.txt")],
-    ):
-        assert main(["links", *arguments]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith("plait links: ")
-        assert said.count("\n") == 1
-    assert not (tmp_path / "out.json").exists()

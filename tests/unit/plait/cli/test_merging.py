@@ -48,11 +48,13 @@ def test_names_with_dots_and_of_any_script(config, tiny_sd_folder, tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["tiny", "--lora", "ink:much", "--out", "x"], 2, "'much' in 'ink:much' is not a scale"),
         (["tiny", "--lora", "ink", "--lora", "ink:2", "--out", "x"], 2, "--lora: names a LoRA twice"),
+        (["tiny", "--lora", "ink:much", "--out", "x"], 2, "'much' in 'ink:much' is not a scale"),
         (["tiny", "--lora", "ink", "--lora", "loras/ink.safetensors", "--out", "x"], 1, "two of the LoRAs have one"),
+        (["tiny", "--lora", "inc", "--out", "x"], 1, "there is no LoRA named 'inc'; did you mean ink?"),
+        (["tiny", "--lora", "no.safetensors", "--out", "x"], 1, "--lora: no.safetensors: there is no such file"),
         (["loras", "--lora", "ink", "--out", "x"], 1, "/loras: no diffusers folder: it has no model_index.json"),
-        (["tinny", "--lora", "ink", "--out", "x"], 1, "'tinny' is neither 'emoji' nor a path (./folder, "),
+        (["./nosuch", "--lora", "ink", "--out", "x"], 1, "/nosuch: there is no such folder"),
         (["tinny", "--lora", "ink", "--out", "x"], 1, "nor a hub id (owner/name); did you mean tiny?"),
         (["tiny", "--lora", "ink", "--out", "loras"], 1, "loras: exists and is not an empty folder"),
         (["tiny", "--out", "x"], 2, "Missing option '--lora'"),

@@ -10,12 +10,11 @@ import yaml
 
 from plait.cli.main import main
 from plait.offline.inventory import tensors_of
+from support.tensor_headers import write_header
 
 
 def write_safetensors(path, names):
-    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
-    raw = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4 * len(names)))
+    write_header(path, dict.fromkeys(names, 4))
 
 
 @pytest.fixture
@@ -26,7 +25,6 @@ def config(tmp_path):
     (tmp_path / "base" / "unet" / "config.json").write_text('{"addition_embed_type": "text_time"}')
     (tmp_path / "depth").mkdir()
     (tmp_path / "depth" / "config.json").write_text('{"cross_attention_dim": 1024}')
-    (tmp_path / "loras").mkdir()
     write_safetensors(tmp_path / "loras" / "b.safetensors", ["lora_unet_x.lora_down.weight"])
     write_safetensors(tmp_path / "loras" / "a.safetensors", ["unet.x.lora_A.weight"])
     (tmp_path / "loras" / "pickled.ckpt").write_bytes(b"no")
@@ -55,54 +53,27 @@ def test_the_list_knows_checkpoints_in_one_file(tmp_path, capsys):
 def test_the_list_names_every_model_with_its_family_and_format(config, tmp_path, capsys):
     """Base, ControlNets, LoRAs and recommenders, each with where it lies."""
     assert main(["models", "list", "--json", "--config", str(config)]) == 0
-    assert json.loads(capsys.readouterr().out) == [
-        {"name": "base", "kind": "base", "family": "sdxl", "folder": str(tmp_path / "base"), "format": "diffusers"},
-        {
-            "name": "depth",
-            "kind": "controlnet",
-            "family": "sd2",
-            "folder": str(tmp_path / "depth"),
-            "format": "diffusers",
-        },
-        {
-            "name": "a",
-            "kind": "lora",
-            "family": "sdxl",
-            "folder": str(tmp_path / "loras/a.safetensors"),
-            "format": "peft",
-        },
-        {
-            "name": "b",
-            "kind": "lora",
-            "family": "sdxl",
-            "folder": str(tmp_path / "loras/b.safetensors"),
-            "format": "kohya",
-        },
-        {
-            "name": "films",
-            "kind": "recommender",
-            "family": "graph",
-            "folder": str(tmp_path / "ranker"),
-            "format": "package 1",
-        },
+    expected = [
+        ("base", "base", "sdxl", "diffusers", tmp_path / "base"),
+        ("depth", "controlnet", "sd2", "diffusers", tmp_path / "depth"),
+        ("a", "lora", "sdxl", "peft", tmp_path / "loras/a.safetensors"),
+        ("b", "lora", "sdxl", "kohya", tmp_path / "loras/b.safetensors"),
+        ("films", "recommender", "graph", "package 1", tmp_path / "ranker"),
     ]
-
-
-def test_the_table_is_for_people(config, capsys):
-    """One line per model under a heading."""
-    assert main(["models", "list", "--config", str(config)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["name", "kind", "family", "format", "folder"]
-    assert [line.split()[0] for line in lines[1:]] == ["base", "depth", "a", "b", "films"]
+    heading = ("name", "kind", "family", "format", "folder")
+    listed = json.loads(capsys.readouterr().out)
+    assert listed == [dict(zip(heading, (*facts, str(folder)), strict=True)) for *facts, folder in expected]
 
 
 def test_the_table_prints_no_path_as_it_is(config, tmp_path, capsys):
-    """A folder may be called in bytes that are no text, or in a terminal's language."""
-    odd = tmp_path / "loras" / "\x1b[31m\udcff"
-    odd.mkdir()
-    write_safetensors(odd / "z.safetensors", ["unet.x.lora_A.weight"])
+    """One line per model under a heading; a folder may be called in bytes that are no text, or in a terminal's
+    language."""
+    write_safetensors(tmp_path / "loras" / "\x1b[31m\udcff" / "z.safetensors", ["unet.x.lora_A.weight"])
     assert main(["models", "list", "--config", str(config)]) == 0
-    assert r"/loras/\x1b[31m\udcff/z.safetensors" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "kind", "family", "format", "folder"]
+    assert [line.split()[0] for line in lines[1:]] == ["base", "depth", "a", "b", "z", "films"]
+    assert r"/loras/\x1b[31m\udcff/z.safetensors" in lines[5]
 
 
 def test_what_lies_in_a_folder_of_models_is_listed_in_order(config, tmp_path, capsys):

@@ -127,12 +127,6 @@ def test_cli_tune_leaves_a_choice_to_people(tmp_path: Path, capsys: pytest.Captu
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("best", "--as", "argv", "--json"), ("apply", "plait.yaml", "--port", "8000")])
-def test_cli_tune_refuses_two_answers_to_one_question(words: tuple[str, ...], tmp_path: Path) -> None:
-    """One of them would be ignored."""
-    assert root.main(["tune", words[0], str(tmp_path), *words[1:]]) == 2
-
-
 @pytest.mark.usefixtures("fake_factory")
 def test_cli_tune_says_99_and_why_if_nothing_is_feasible(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The limit that binds, and by how much."""

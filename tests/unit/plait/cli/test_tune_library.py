@@ -130,22 +130,3 @@ def test_a_job_proposes_only_what_was_measured(measured: Path) -> None:
             knobs={**JOB["knobs"], "replicas": {"kind": "int", "low": 20, "high": 30}},
             reference={"config": {"replicas": 20, "batch": 1}},
         )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["list", "nothing.log"], "there is no library nothing.log"),
-        (["merge", "other.log", "nothing.log"], "there is no library nothing.log"),
-        (["import", "runs.csv", "--map", "nothing.yaml"], "nothing.yaml"),
-        (["import", "runs.csv"], "needs a map"),
-    ],
-)
-def test_mistakes_are_said_in_a_sentence(
-    measured: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    """And nothing is made."""
-    before = sorted(measured.iterdir())
-    assert plait(*words) != 0
-    assert said in capsys.readouterr().err
-    assert sorted(measured.iterdir()) == before

@@ -45,7 +45,8 @@ class Asked:
 
 
 def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
-    """Every body is valid for the image API, scenes with a ControlNet carry their guide's image."""
+    """Every body is valid for the image API, scenes with a ControlNet carry their guide's image, the second model makes
+    an image and edits one, the last scenes run together, and the contact sheet has each image's colour."""
     ask, said = Asked(), []
     images = demo.make_scenes(ask, tmp_path, say=said.append)
     for body in ask.bodies:
@@ -62,22 +63,15 @@ def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
     assert len(images) == len(demo.ALONE) + len(demo.TOGETHER)
     assert all(image.path.is_file() for image in images)
     assert all(any(str(image.path) in line for line in said) for image in images)
-
-
-def test_cli_demo_shows_plain_controlnet_lora_both_and_two_at_once(tmp_path):
-    """All the kinds that the demo promises are among its scenes, and the last ones really run together."""
-    kinds = {(bool(scene.loras), scene.control is not None) for scene in demo.ALONE}
-    assert kinds == {(False, False), (True, False), (False, True), (True, True)}
-    ask = Asked()
-    demo.make_scenes(ask, tmp_path, say=lambda _: None)
-    assert ask.max_at_once == len(demo.TOGETHER) >= 2
-
-
-def test_cli_demo_asks_a_second_model(tmp_path, monkeypatch):
-    """It is made anew by the command; it makes an image, and edits one."""
-    ask, commands = Asked(), []
-    demo.make_scenes(ask, tmp_path, say=lambda _: None)
     assert ["image" in body for body in ask.bodies if body.get("model") == demo.SECOND] == [False, True]
+    assert ask.max_at_once == len(demo.TOGETHER) >= 2
+    colours = {colour for _, colour in demo.contact_sheet(images).getcolors(maxcolors=1 << 20)}
+    assert {Image.open(image.path).getpixel((0, 0)) for image in images} <= colours
+
+
+def test_cli_demo_makes_a_second_model(tmp_path, monkeypatch):
+    """Anew by the command."""
+    commands = []
     (tmp_path / demo.SECOND).mkdir()
     (tmp_path / demo.SECOND / "model_index.json").write_text("{}")
 
@@ -91,15 +85,6 @@ def test_cli_demo_asks_a_second_model(tmp_path, monkeypatch):
     assert commands[0][-6:] == ["merge", "emoji", "--lora", "sketch", "--out", str(tmp_path / demo.SECOND)]
     with pytest.raises(ServeError, match="ended with exit code 1"):
         demo.second_model(tmp_path)
-
-
-def test_cli_demo_contact_sheet_shows_every_picture(tmp_path):
-    """Each image's colour is on the sheet."""
-    images = demo.make_scenes(Asked(), tmp_path, say=lambda _: None)
-    sheet = demo.contact_sheet(images)
-    colours = {colour for _, colour in sheet.getcolors(maxcolors=1 << 20)}
-    for image in images:
-        assert Image.open(image.path).getpixel((0, 0)) in colours
 
 
 def test_cli_demo_leaves_a_load_report(tmp_path, monkeypatch):

@@ -18,11 +18,6 @@ def verdicts(findings):
     return [(it.name, it.verdict.value) for it in findings]
 
 
-def test_equal_nodes_are_fine():
-    """Two nodes of one image."""
-    assert verdicts(node_findings([node("a"), node("b")])) == [("nodes", "ok"), ("versions", "ok")]
-
-
 def test_differing_versions_are_named_with_their_nodes():
     """Who has what, in one line."""
     nodes, versions = node_findings([node("a"), node("b", torch="2.0"), node("c", plait=None)])

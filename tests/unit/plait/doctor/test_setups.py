@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from plait.cli import main as root
 from plait.doctor import machine, sockets
-from plait.server.processes import RUN_ID_VARIABLE
 from plait_serving.starter.manifest import write_manifest
 
 
@@ -27,9 +24,7 @@ def doctor(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    ours: list[int] = []
-    everybody = sockets.ray_listeners
-    monkeypatch.setattr(sockets, "ray_listeners", lambda: [it for it in everybody() if it.pid in ours])
+    monkeypatch.setattr(sockets, "ray_listeners", list)
 
     def run(*arguments):
         code = root.main(["doctor", "--json", "--port", "0", *arguments])
@@ -40,20 +35,12 @@ def doctor(tmp_path, monkeypatch, capsys):
         assert all(bool(it["advice"]) == (it["verdict"] != "ok") for it in found)
         return code, [it for it in found if it["verdict"] == "fail"]
 
-    run.ours = ours
     return run
 
 
 def test_a_healthy_set_up_passes(doctor):
     """Nothing is wrong: exit code 0."""
     assert doctor() == (0, [])
-
-
-def test_an_unusable_state_folder_is_found(doctor, monkeypatch):
-    """An explicit folder that is nobody's."""
-    monkeypatch.setenv("PLAIT_STATE_DIR", "/proc/nothing")
-    code, (found,) = doctor()
-    assert (code, found["name"]) == (1, "state")
 
 
 def test_a_folder_of_pickles_is_found(doctor, tmp_path):
@@ -70,32 +57,16 @@ def test_a_folder_of_pickles_is_found(doctor, tmp_path):
     assert "safe_serialization" in found["advice"]
 
 
-def test_a_ray_without_a_token_on_all_interfaces_is_found(doctor):
-    """A socket that any machine of the network reaches."""
-    program = "import socket, time; s = socket.create_server(('0.0.0.0', 0)); print(1, flush=True); time.sleep(60)"
-    environ = {RUN_ID_VARIABLE: "r1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, "gcs_server"], stdout=subprocess.PIPE, env=environ
-    ) as process:
-        try:
-            process.stdout.readline()
-            doctor.ours.append(process.pid)
-            code, (found,) = doctor()
-        finally:
-            process.kill()
-    assert (code, found["name"]) == (1, "sockets")
-    assert "RAY_AUTH_MODE=token" in found["advice"]
-
-
 def test_the_port_is_that_of_the_file(tmp_path, capsys):
     """Unless another one is named."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (tmp_path / "plait.yaml").write_text(f"server: {{port: {port}}}")
-        for given, detail in (([], f"port {port} on 127.0.0.1 is in use"), (["--port", "0"], "0 is free on")):
+        in_use, free = f"port {port} on 127.0.0.1 is in use", "0 is free on"
+        for given, verdict, detail in (([], "warn", in_use), (["--port", "0"], "ok", free)):
             root.main(["doctor", "--json", str(tmp_path / "plait.yaml"), *given])
             (found,) = [it for it in json.loads(capsys.readouterr().out) if it["name"] == "port"]
-            assert found["detail"].startswith(detail)
+            assert (found["verdict"], found["detail"].startswith(detail)) == (verdict, True)
 
 
 def test_text_shows_the_advice_below_the_finding(doctor, tmp_path, capsys):

@@ -55,7 +55,9 @@ def test_listeners_are_read_from_the_processes(address, mode):
             process.kill()
     assert (found.address, found.port, found.has_token) == (address, port, mode == "token")
     assert found.is_ours == (mode is None)
-    assert sockets_findings([found])[0].verdict is (CheckStatus.OK if mode else CheckStatus.FAIL)
+    (finding,) = sockets_findings([found])
+    assert finding.verdict is (CheckStatus.OK if mode else CheckStatus.FAIL)
+    assert ("RAY_AUTH_MODE=token" in finding.advice) == (mode is None)
 
 
 def test_on_a_cluster_every_ray_is_what_plait_runs_on():

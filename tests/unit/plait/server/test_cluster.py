@@ -20,13 +20,12 @@ from ray import exceptions, serve
 from ray.experimental import internal_kv
 from ray.serve._private.build_app import build_app
 
-from plait.app import AppArgs, bind
+from plait.app import AppArgs
 from plait.config import PlaitConfig, ServerSection
-from plait.deployments import INGRESS, deployments
+from plait.deployments import deployments
 from plait.errors import ServeError
 from plait.server import cluster
 from plait.server.cluster import Cluster, DeploymentState
-from plait_deploy.on_ray.nodes import name_at
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection
 
@@ -76,31 +75,10 @@ def started() -> Cluster:
     return Cluster(local=True, started_serve=True, host="127.0.0.1", port=1)
 
 
-PLACES = ("l40s", "host")
 MODELS = RankingSection.model_validate(
     {"models": {"cut": {"folder": "./cut", "cn": {"shards": 2}}, "whole": {"folder": "./whole", "mode": "whole"}}}
 )
 IMAGES = ImagesSection.model_validate({"controlnets": {"edges": {"folder": "./edges"}}})
-
-
-@pytest.mark.parametrize("places", [(), PLACES], ids=["anywhere", "placed"])
-def test_every_deployment_is_pinned_to_the_version_of_its_configuration(
-    monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...]
-) -> None:
-    """One that is missed gets another version in every change: its replicas restart for a new knob."""
-    rows = deployments(AppArgs(images=IMAGES, recommend=MODELS))
-    monkeypatch.setattr(serve, "run_many", lambda targets, **_: deployed.extend(each.target for each in targets))
-    deployed: list[Any] = []
-    if places:
-        deployed = [bind(rows, node_classes=places, salt="run") for _ in range(2)]
-    else:
-        started().deploy(rows, name="app", salt="run")
-        started().deploy(rows, name="app", salt="run")
-    built, again = ({it.name: it.version for it in build_app(each, name="app").deployments} for each in deployed)
-    assert None not in built.values()
-    assert built == again
-    names = {"engine", "controlnet-edges", "cn-cut", "hn-cut", "shard0-cut", "shard1-cut", "whole-whole"}
-    assert set(built) == {name_at(name, place) for place in places for name in names} | {INGRESS} if places else names
 
 
 class Clock:

@@ -43,26 +43,19 @@ def spawn():
         process.stdout.close()
 
 
-def test_serve_end_terminates_and_reports_nothing_left(spawn):
-    """A process that obeys SIGTERM is gone afterwards."""
-    process = processes.identify(spawn(SLEEP).pid)
+@pytest.mark.parametrize(
+    ("command", "grace_s", "ended_by"),
+    [(SLEEP, 1e9, signal.SIGTERM), (IGNORING, 1e9, signal.SIGKILL), (STUBBORN, 0.2, signal.SIGKILL)],
+    ids=["obeys", "ignores", "handles"],
+)
+def test_serve_end_ends_what_obeys_and_kills_the_others(spawn, command, grace_s, ended_by):
+    """What ignores SIGTERM at once, since there is nothing to wait for; what handles it after the grace period."""
+    child = spawn(command)
+    process = processes.identify(child.pid)
     assert processes.is_running(process)
-    assert processes.end([process]) == ()
+    assert processes.end([process], grace_s=grace_s) == ()
     assert not processes.is_running(process)
-
-
-def test_serve_end_kills_what_ignores_sigterm_at_once(spawn):
-    """There is nothing to wait for."""
-    child = spawn(IGNORING)
-    assert processes.end([processes.identify(child.pid)], grace_s=1e9) == ()
-    assert child.wait() == -signal.SIGKILL
-
-
-def test_serve_end_kills_what_does_not_end_in_time(spawn):
-    """SIGTERM was handled, but not by an end: after the grace period there is no other way."""
-    child = spawn(STUBBORN)
-    assert processes.end([processes.identify(child.pid)], grace_s=0.2) == ()
-    assert child.wait() == -signal.SIGKILL
+    assert child.wait() == -ended_by
 
 
 def test_serve_end_leaves_a_reused_pid_alone(spawn):

@@ -15,7 +15,7 @@ import pytest
 from plait.errors import ServeError, StateError
 from plait.server import leftovers, ports, processes
 from plait.server.processes import ProcessId
-from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root
+from plait.server.state import Keeping, PortState, RunRecord, read_record, scratch_root, state_root
 
 
 def record(**changes):
@@ -30,9 +30,32 @@ def record(**changes):
     return RunRecord(**facts)
 
 
-def test_the_state_of_a_newer_plait_is_refused_in_one_sentence(tmp_path):
+@pytest.fixture
+def state(tmp_path):
+    """The state of port 1 in the test's folder, claimed."""
+    claimed = PortState.claim(tmp_path, 1)
+    yield claimed
+    claimed.release()
+
+
+@pytest.fixture
+def sleeper():
+    """Starts processes that sleep, with these variables; none is left."""
+    started = []
+
+    def start(**variables):
+        command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        started.append(subprocess.Popen(command, env={**os.environ, **variables}))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_the_state_of_a_newer_plait_is_refused_in_one_sentence(state, tmp_path):
     """Its server may still run, and what it wrote may mean something else; a record of before versions is read."""
-    state = PortState.claim(tmp_path, 1)
     state.write(record())
     text = (state.folder / "run.json").read_text()
     state.release()
@@ -45,15 +68,18 @@ def test_the_state_of_a_newer_plait_is_refused_in_one_sentence(tmp_path):
 
 
 def test_serve_state_root_prefers_the_explicit_folder(tmp_path):
-    """PLAIT_STATE_DIR wins, and is made private."""
-    root = state_root({"PLAIT_STATE_DIR": str(tmp_path / "s"), "HOME": str(tmp_path)})
+    """PLAIT_STATE_DIR wins, and is made private; somebody else could plant a record in one that others may write to,
+    which makes us kill things."""
+    environ = {"PLAIT_STATE_DIR": str(tmp_path / "s"), "HOME": str(tmp_path)}
+    root = state_root(environ)
     assert root == tmp_path / "s"
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    root.chmod(0o777)
+    with pytest.raises(StateError, match="others may write"):
+        state_root(environ)
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"HOME": ""}, {"HOME": "/proc/nothing"}, {"XDG_STATE_HOME": "/proc/x", "HOME": "/proc/y"}]
-)
+@pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"XDG_STATE_HOME": "/proc/x", "HOME": "/proc/y"}])
 def test_serve_state_root_falls_back_to_a_private_scratch_folder(environ):
     """Without a usable home the state goes to a folder that only this user can enter."""
     root = state_root(environ)
@@ -70,31 +96,14 @@ def test_serve_state_root_makes_no_home(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
-def test_serve_state_root_refuses_a_folder_that_others_may_write(tmp_path):
-    """Somebody else could plant a record there that makes us kill things."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    with pytest.raises(StateError, match="others may write"):
-        state_root({"PLAIT_STATE_DIR": str(shared)})
-
-
-def test_serve_only_one_plait_per_port(tmp_path):
-    """The second claim of a port is refused while the first lives, and another port is free."""
-    first = PortState.claim(tmp_path, 8000)
-    first.write(record(command=ProcessId(4711, 1)))
-    with pytest.raises(StateError, match=r"port 8000 \(process 4711\)"):
-        PortState.claim(tmp_path, 8000)
-    PortState.claim(tmp_path, 8001).release()
-    first.release()
-    PortState.claim(tmp_path, 8000).release()
-
-
-def test_serve_record_survives_a_round_trip(tmp_path):
-    """The next start reads what this one wrote; a broken file reads as none."""
-    written = record(ray_folder="/x", processes=(ProcessId(3, 4), ProcessId(5, 6)))
-    state = PortState.claim(tmp_path, 1)
+def test_serve_only_one_plait_per_port(state, tmp_path):
+    """The second claim of a port is refused while the first lives, and another port is free. The next start reads what
+    this one wrote; a broken file reads as none."""
+    written = record(command=ProcessId(4711, 1), ray_folder="/x", processes=(ProcessId(3, 4), ProcessId(5, 6)))
     state.write(written)
+    with pytest.raises(StateError, match=r"port 1 \(process 4711\)"):
+        PortState.claim(tmp_path, 1)
+    PortState.claim(tmp_path, 2).release()
     state.release()
     again = PortState.claim(tmp_path, 1)
     assert again.previous == written
@@ -105,9 +114,8 @@ def test_serve_record_survives_a_round_trip(tmp_path):
     last.release()
 
 
-def test_a_full_disk_leaves_the_record_as_it_was(tmp_path):
+def test_a_full_disk_leaves_the_record_as_it_was(state):
     """Nothing half written stays, and the next try may succeed (finding 5)."""
-    state = PortState.claim(tmp_path, 1)
     state.write(record())
     (state.folder / "run.json.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
@@ -115,15 +123,12 @@ def test_a_full_disk_leaves_the_record_as_it_was(tmp_path):
     assert [path.name for path in state.folder.iterdir() if path.name.startswith("run.json")] == ["run.json"]
     assert state.record == record()
     state.note_processes(frozenset({ProcessId(3, 4)}))
-    state.release()
-    again = PortState.claim(tmp_path, 1)
-    assert again.previous == record(processes=(ProcessId(3, 4),))
-    again.release()
+    assert read_record(state.folder) == record(processes=(ProcessId(3, 4),))
 
 
-def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(tmp_path):
+def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(state):
     """Its list of processes is for the next start; a full disk is no reason to stop (finding 5)."""
-    state, said = PortState.claim(tmp_path, 1), []
+    said = []
     state.write(record())
     keeping = Keeping(state.folder, said.append)
     found = frozenset({ProcessId(3, 4)})
@@ -134,12 +139,10 @@ def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(tmp_p
     assert state.record.processes == ()
     keeping(lambda: state.note_processes(found))
     assert state.record.processes == (ProcessId(3, 4),)
-    state.release()
 
 
-def test_a_log_that_has_grown_starts_again_and_the_lines_before_stay_once(tmp_path):
+def test_a_log_that_has_grown_starts_again_and_the_lines_before_stay_once(state):
     """Writers go on through the descriptors that they have, from the new start of the file (finding 5)."""
-    state = PortState.claim(tmp_path, 1)
     state.rotate_log(max_bytes=10)
     with state.log_path.open("a", buffering=1) as writer:
         writer.write("short\n")
@@ -151,12 +154,10 @@ def test_a_log_that_has_grown_starts_again_and_the_lines_before_stay_once(tmp_pa
     old = state.log_path.with_name("serve.log.1")
     assert (old.read_text(), state.log_path.read_text()) == ("short\na longer line\n", "after\n")
     assert stat.S_IMODE(old.stat().st_mode) == 0o600
-    state.release()
 
 
-def test_serve_token_is_private_and_replaced_if_it_was_readable(tmp_path):
+def test_serve_token_is_private_and_replaced_if_it_was_readable(state):
     """Ray's token is mode 0600, stays the same, and one that others could read is not trusted again."""
-    state = PortState.claim(tmp_path, 1)
     path = state.token_path()
     token = path.read_text()
     assert len(token) == 64
@@ -164,33 +165,22 @@ def test_serve_token_is_private_and_replaced_if_it_was_readable(tmp_path):
     assert state.token_path().read_text() == token
     path.chmod(0o644)
     assert state.token_path().read_text() != token
-    state.release()
 
 
-def test_serve_clean_up_ends_the_dead_runs_processes_and_folder_only(tmp_path):
+def test_serve_clean_up_ends_the_dead_runs_processes_and_folder_only(state, sleeper):
     """After kill -9: recorded and marked processes go, and so does Ray's folder; a reused pid stays."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
-    orphan = subprocess.Popen(sleep, env={**os.environ, processes.RUN_ID_VARIABLE: "dead-run"})
-    bystander = subprocess.Popen(sleep)
+    orphan, bystander = sleeper(**{processes.RUN_ID_VARIABLE: "dead-run"}), sleeper()
     folder = scratch_root() / f"r-test{os.getpid()}"
     folder.mkdir()
-    try:
-        reused = ProcessId(bystander.pid, processes.identify(bystander.pid).start_ticks - 1)
-        state = PortState.claim(tmp_path, 1)
-        state.write(record(run_id="dead-run", ray_folder=str(folder), processes=(reused,)))
-        state.release()
-        again = PortState.claim(tmp_path, 1)
-        ended = leftovers.clean_up(again)
-        assert {process.pid for process in ended} == {orphan.pid}
-        assert orphan.wait(60) != 0
-        assert bystander.poll() is None
-        assert not folder.exists()
-        assert not (again.folder / "run.json").exists()
-        again.release()
-    finally:
-        for process in (orphan, bystander):
-            process.kill()
-            process.wait()
+    reused = ProcessId(bystander.pid, processes.identify(bystander.pid).start_ticks - 1)
+    state.previous = record(run_id="dead-run", ray_folder=str(folder), processes=(reused,))
+    state.write(state.previous)
+    ended = leftovers.clean_up(state)
+    assert {process.pid for process in ended} == {orphan.pid}
+    assert orphan.wait(60) != 0
+    assert bystander.poll() is None
+    assert not folder.exists()
+    assert not (state.folder / "run.json").exists()
 
 
 COMMAND = """
@@ -212,76 +202,51 @@ time.sleep(1000)
 """
 
 
-def test_what_a_killed_command_leaves_ends_without_the_next_start(tmp_path):
+def test_what_a_killed_command_leaves_ends_without_the_next_start(tmp_path, sleeper):
     """Processes that no longer have a parent, marked and recorded ones, Ray's folder, and what has seen to it."""
     folder = scratch_root() / f"r-killed{os.getpid()}"
     folder.mkdir()
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    command = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(tmp_path), str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        left = [processes.identify(int(pid)) for pid in command.stdout.readline().split()]
-        assert len(left) == 3
-        assert all(map(processes.is_running, left))
-        assert folder.exists()
-        command.kill()
-        command.wait()
-        assert processes.wait_until_gone(left, timeout_s=120) == []
-        assert not folder.exists()
-        assert bystander.poll() is None
-    finally:
-        command.stdout.close()
-        for process in (command, bystander):
-            process.kill()
-            process.wait()
+    bystander = sleeper()
+    command = [sys.executable, "-c", COMMAND, str(tmp_path), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        left = [processes.identify(int(pid)) for pid in process.stdout.readline().split()]
+        is_there = all(map(processes.is_running, left)) and folder.exists()
+        process.kill()
+    assert (len(left), is_there) == (3, True)
+    assert processes.wait_until_gone(left, timeout_s=120) == []
+    assert not folder.exists()
+    assert bystander.poll() is None
 
 
-def test_serve_clean_up_reaches_dead_runs_on_other_ports(tmp_path):
+def test_serve_clean_up_reaches_dead_runs_on_other_ports(state, sleeper, tmp_path):
     """A start on one port also clears what a killed run on another left, and leaves a living run alone."""
-    orphans = {}
-    for port in (1, 2):
-        environ = {**os.environ, processes.RUN_ID_VARIABLE: f"run-{port}"}
-        orphans[port] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env=environ)
-        state = PortState.claim(tmp_path, port)
-        state.write(record(run_id=f"run-{port}", ray_folder="/nowhere"))
-        if port == 1:
-            state.release()  # dead: nobody holds its lock
-    try:
-        leftovers.clean_up_others(tmp_path)
-        assert orphans[1].wait(60) != 0
-        assert orphans[2].poll() is None
-        assert (state.folder / "run.json").exists()
-        state.release()
-    finally:
-        for process in orphans.values():
-            process.kill()
-            process.wait()
+    dead = PortState.claim(tmp_path, 2)
+    orphans = []
+    for each, name in ((state, "living"), (dead, "dead")):
+        orphans.append(sleeper(**{processes.RUN_ID_VARIABLE: name}))
+        each.write(record(run_id=name, ray_folder="/nowhere"))
+    dead.release()  # nobody holds its lock
+    leftovers.clean_up_others(tmp_path)
+    assert orphans[1].wait(60) != 0
+    assert orphans[0].poll() is None
+    assert (state.folder / "run.json").exists()
 
 
-def test_serve_clean_up_never_removes_a_folder_that_is_not_ours(tmp_path):
+def test_serve_clean_up_never_removes_a_folder_that_is_not_ours(state, tmp_path):
     """A record that points elsewhere removes nothing there."""
     precious = tmp_path / "r-precious"
     precious.mkdir()
-    state = PortState.claim(tmp_path / "s", 1)
     state.previous = record(ray_folder=str(precious))
     leftovers.clean_up(state)
     assert precious.is_dir()
-    state.release()
 
 
-def test_serve_clean_up_of_an_attached_run_ends_nothing(tmp_path):
+def test_serve_clean_up_of_an_attached_run_ends_nothing(state, sleeper):
     """A run that only attached owns no processes."""
-    sleep = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    try:
-        state = PortState.claim(tmp_path, 1)
-        state.previous = record(address="10.0.0.1:6379", processes=(processes.identify(sleep.pid),))
-        assert leftovers.clean_up(state) == ()
-        assert sleep.poll() is None
-        state.release()
-    finally:
-        sleep.kill()
-        sleep.wait()
+    theirs = sleeper()
+    state.previous = record(address="10.0.0.1:6379", processes=(processes.identify(theirs.pid),))
+    assert leftovers.clean_up(state) == ()
+    assert theirs.poll() is None
 
 
 def test_a_free_port_is_none_that_connections_are_given():

@@ -12,6 +12,7 @@ import json
 import secrets
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -107,10 +108,10 @@ class TestImages:
         """Shares are as written, images and masks have the size of the output, and plait's own schema takes them."""
         edits = {"share": 0.5, "masked": 0.25, "strength": 0.6}
         mix, _ = mix_of([STYLED | {"edits": edits, "deadline_ms": None}])
-        bodies = [(mix.build(index), body_of(mix, index)) for index in range(800)]
+        bodies = [(mix.build(index), body_of(mix, index)) for index in range(400)]
         chosen = [(request, body) for request, body in bodies if request.path == "/v1/images/edits"]
         masked = [body for _, body in chosen if "mask" in body]
-        assert (len(chosen), len(masked)) == pytest.approx((400, 100), rel=0.2)
+        assert (len(chosen), len(masked)) == pytest.approx((200, 50), rel=0.3)
         assert len({body["image"] for _, body in chosen}) == len(chosen)
         for request, body in chosen[:40]:
             assert EditBody.model_validate_json(request.body).strength == 0.6
@@ -135,17 +136,6 @@ class TestImages:
             mix_of([{"edits": {"share": 1, "images": paths["images"], "masks": paths["masks"][:1]}}])
         with pytest.raises(ScenarioError, match=r"mix\.0\.edits\.masks: 0 for 2 images"):
             mix_of([{"edits": {"share": 1, "masked": 0.1, "images": paths["images"]}}])
-
-    def test_models_are_drawn_by_weight(self):
-        """Instead of the target's own; one alone is always taken."""
-        mix, _ = mix_of([{"models": {"emoji": 3, "emoji+noto": 1, "never": 0}}], model="other")
-        names = [body_of(mix, index)["model"] for index in range(1000)]
-        assert set(names) == {"emoji", "emoji+noto"}
-        assert names.count("emoji") == pytest.approx(750, rel=0.1)
-        alone, _ = mix_of([{"models": {"one": 1}}])
-        assert body_of(alone, 0)["model"] == "one"
-        with pytest.raises(ScenarioError, match=r"mix\.0\.models: has no weight above 0"):
-            mix_of([{"models": {"one": 0}}])
 
     def test_a_new_feature_that_is_not_used_changes_no_request(self):
         """A seed's requests stay as they were: what is not used draws nothing."""
@@ -187,15 +177,21 @@ class TestImages:
             mix_of([{"prompts_file": str(path)}])
 
     def test_shares_are_those_of_the_weights(self):
-        """Chi-square of steps, and of the first LoRA (Zipf over the order of names), in 4,000 requests."""
+        """Chi-square of steps, of models instead of the target's own, and of the first LoRA (Zipf over the order of
+        names), in 4,000 requests."""
+        loras = {"count": {1: 1}, "names": ["a", "b", "c"], "zipf": 1}
+        spec = {"steps": {10: 1, 20: 2, 30: 5}, "loras": loras, "models": {"emoji": 3, "emoji+noto": 1, "never": 0}}
         for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-            spec = {"steps": {10: 1, 20: 2, 30: 5}, "loras": {"count": {1: 1}, "names": ["a", "b", "c"], "zipf": 1}}
-            mix, _ = mix_of([spec], seed=seed)
+            mix, _ = mix_of([spec], seed=seed, model="other")
             bodies = [body_of(mix, index) for index in range(4000)]
+            models = [sum(body["model"] == name for body in bodies) for name in ("emoji", "emoji+noto")]
+            assert stats.chisquare(models, [3000, 1000]).pvalue > chance, f"seed {seed}"
             steps = [sum(body["num_inference_steps"] == value for body in bodies) for value in (10, 20, 30)]
             assert stats.chisquare(steps, np.array([1, 2, 5]) / 8 * 4000).pvalue > chance, f"seed {seed}"
             loras = [sum(body["loras"][0]["name"] == name for body in bodies) for name in "abc"]
             assert stats.chisquare(loras, np.array([6, 3, 2]) / 11 * 4000).pvalue > chance, f"seed {seed}"
+        with pytest.raises(ScenarioError, match=r"mix\.0\.models: has no weight above 0"):
+            mix_of([{"models": {"one": 0}}])
 
 
 class TestPictures:
@@ -209,11 +205,6 @@ class TestPictures:
         if min(width, height) >= 64:
             assert {(0, 0, 0), (255, 255, 255)} <= colours
             assert len(colours) >= 3
-
-    def test_a_number_is_a_picture(self):
-        """Same number, same bytes; another number, other bytes."""
-        assert control_image(5, 64, 64) == control_image(5, 64, 64)
-        assert len({control_image(number, 64, 64) for number in range(100)}) == 100
 
 
 class TestInfer:
@@ -317,11 +308,6 @@ class TestRaw:
         assert mix.build(0) is mix.build(99)
         assert (mix.build(0).method, mix.build(0).path, mix.build(0).headers) == ("GET", "/health", ())
 
-    def test_a_class_can_have_headers_of_its_own(self):
-        """Beside the content type; names in lower case."""
-        mix, _ = mix_of([{"body": "x", "headers": {"X-Part": "3"}}], api="raw")
-        assert mix.build(0).headers == (("content-type", "application/json"), ("x-part", "3"))
-
     def test_a_body_can_come_from_a_file(self, tmp_path):
         """Byte by byte."""
         (tmp_path / "b").write_bytes(b"\x00\xff{index}")
@@ -330,15 +316,6 @@ class TestRaw:
 
 
 class TestMix:
-    def test_kinds_have_the_shares_of_their_weights(self):
-        """Chi-square of 20,000 requests; a kind is known without building the request."""
-        mix_spec = [{"name": name, "weight": weight} for name, weight in (("a", 6), ("b", 3), ("c", 1))]
-        for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-            mix, _ = mix_of(mix_spec, seed=seed)
-            kinds = [mix.kind(index) for index in range(20_000)]
-            assert mix.kinds == ("a", "b", "c")
-            assert stats.chisquare(np.bincount(kinds), [12_000, 6_000, 2_000]).pvalue > chance, f"seed {seed}"
-
     def test_a_request_does_not_depend_on_those_before_it(self):
         """Built backwards, with leaps beyond what is kept: the same bytes."""
         forwards, scenario = mix_of([STYLED, {"name": "plain"}])
@@ -363,16 +340,8 @@ class TestMix:
             "    for index in range(10): digest.update(plan.mix.build(index).body)\n"
             "    print(digest.hexdigest())\n"
         )
-        runs = [
-            subprocess.run(
-                [sys.executable, "-c", code],
-                env={"PYTHONHASHSEED": str(seed)},
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout.split()
-            for seed in (1, 2)
-        ]
+        run = partial(subprocess.run, [sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        runs = [run(env={"PYTHONHASHSEED": seed}).stdout.split() for seed in "12"]
         assert runs[0] == runs[1]
         assert len(set(runs[0])) == 2
         assert all(len(digest) == hashlib.sha256().digest_size * 2 for digest in runs[0])

@@ -36,10 +36,11 @@ from plait_loadtest.scenario import (
     RawClass,
     ResponseCheck,
 )
+from plait_loadtest.session import finished
 from plait_loadtest.values import RECORD, RequestOutcome, RunProgress
 from plait_report.charts import linear_ticks, log_ticks, span, time_text
 from plait_report.page import number
-from support.loadtest_records import MS, queue, records, scenario, session
+from support.loadtest_records import MS, queue, records, result, scenario, session
 from support.pages import assert_stands_alone
 
 EVERY_10_MS = np.arange(1000) / 100.0
@@ -54,43 +55,43 @@ def missed():
     return session(rows, chosen, whys=("", "503: <b>full</b>", "500"))
 
 
-def runs():
-    """Sessions that differ in what there is to draw."""
-    nothing = records(EVERY_10_MS, 20.0, outcome=RequestOutcome.CONNECT)
-    one = scenario(slo=None)
-    return {
-        "met": session(records(EVERY_10_MS, 20.0)),
-        "queue": session(queue(90.0, 10.0, mean_service_ms=10.0)),
-        "missed": missed(),
-        "invalid": session(records(EVERY_10_MS, 20.0), echo_ms=50.0),
-        "dead server": session(nothing),
-        "no slo": session(records(EVERY_10_MS, 20.0), one),
-        "one request": session(records([0.5], 20.0)),
-        "no request": session(records([], 20.0)),
-    }
+RUNS = {
+    "met": session(records(EVERY_10_MS, 20.0)),
+    "queue": session(queue(90.0, 10.0, mean_service_ms=10.0)),
+    "missed": missed(),
+    "invalid": session(records(EVERY_10_MS, 20.0), echo_ms=50.0),
+    "dead server": session(records(EVERY_10_MS, 20.0, outcome=RequestOutcome.CONNECT)),
+    "no slo": session(records(EVERY_10_MS, 20.0), scenario(slo=None)),
+    "one request": session(records([0.5], 20.0)),
+    "no request": session(records([], 20.0)),
+}
+"""They differ in what there is to draw."""
 
 
 # ---- the document ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", runs())
-def test_the_document_is_json_whatever_happened(name):
-    """Strict JSON (no NaN), with the promised keys."""
-    document = json.loads(json.dumps(report(runs()[name]), allow_nan=False))
+@pytest.mark.parametrize("name", RUNS)
+def test_every_report_can_be_written_whatever_happened(name):
+    """The document is strict JSON (no NaN) with the promised keys. The page is well-formed and stands alone: no script,
+    nothing fetched, no address but the server's own name, in text, and each drawing is named. 80 columns hold the
+    table, and the verdict comes first."""
+    done = RUNS[name]
+    document = json.loads(json.dumps(report(done), allow_nan=False))
     assert document["format"] == "plait-loadtest/1"
     assert set(document["latency_ms"]) == {"n", "p50", "p90", "p95", "p99", "p99.9", "max", "mean"}
-    assert {"tool", "host", "seed", "valid", "reasons", "classes", "thresholds", "send_lag_ms", "echo_ms"} <= set(
-        document
-    )
-
-
-def test_the_document_keeps_three_digits_and_more():
-    """Rounding is below the histogram's own width."""
-    done = session(queue(90.0, 10.0, mean_service_ms=1.2345))
-    rows = done.result.records
-    waited_ms = (rows["done_ns"] - rows["scheduled_ns"]) / MS
-    assert report(done)["latency_ms"]["p99"] == pytest.approx(np.percentile(waited_ms, 99), rel=1.1e-3)
-    assert report(done)["latency_ms"]["max"] == pytest.approx(waited_ms.max(), rel=1e-4)
+    keys = {"tool", "host", "seed", "valid", "reasons", "classes", "thresholds", "send_lag_ms", "echo_ms"}
+    assert keys <= set(document)
+    html = page(done, report(done))
+    assert assert_stands_alone(html)
+    assert "<script" not in html
+    assert set(re.findall(r"https?://[^\s<\"]+", html)) == {done.scenario.target.url}
+    text = io.StringIO()
+    print_table(done.summary, done.verdicts, Console(file=text, width=80))
+    first = text.getvalue().splitlines()[0]
+    assert first.startswith(("SLO met", "SLO MISSED", "INVALID RUN", "valid run", "too few"))
+    assert "p99.9 ms" in text.getvalue()
+    assert "…" not in text.getvalue()
 
 
 def test_the_stored_parts_are_the_stored_whole():
@@ -155,19 +156,9 @@ def test_raw_rows_lose_nothing(tmp_path):
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", runs())
-def test_the_page_stands_alone(name):
-    """Well-formed, no script, nothing fetched: no address but the server's own name, in text; each drawing is named."""
-    done = runs()[name]
-    html = page(done, report(done))
-    assert assert_stands_alone(html)
-    assert "<script" not in html
-    assert set(re.findall(r"https?://[^\s<\"]+", html)) == {done.scenario.target.url}
-
-
 def test_the_page_says_the_verdict_first():
     """Met, missed, invalid with its reason, nothing to judge."""
-    pages = {name: page(done, report(done)) for name, done in runs().items()}
+    pages = {name: page(done, report(done)) for name, done in RUNS.items()}
     headlines = {name: re.search(r"<h1[^>]*>(.*?)</h1>", html)[1] for name, html in pages.items()}
     assert headlines["met"] == "SLO met"
     assert headlines["missed"] == "SLO missed"
@@ -193,6 +184,18 @@ def test_why_requests_failed_is_told_everywhere():
     assert "  http_5xx: 2 x 500" in lines
 
 
+@pytest.mark.parametrize("reconnects", [0, 7])
+def test_replaced_connections_are_told_everywhere(reconnects):
+    """In all three, with their number; where there were none, nothing is said."""
+    run = replace(result(records(EVERY_10_MS, 20.0)), reconnects=reconnects)
+    done = finished(run, scenario(), ())
+    document = report(done)
+    assert document["reconnects"] == reconnects
+    html, lines = page(done, document), "\n".join(notes(done.summary, ()))
+    for text, said in ((html, "7 requests left on a new connection"), (lines, "sent on a new connection, as ")):
+        assert (said in text) if reconnects else ("new connection" not in text)
+
+
 def test_a_threshold_without_a_verdict_says_so():
     """In all three: neither held nor missed."""
     done = session(records(EVERY_10_MS[:50], 20.0), scenario(thresholds=("p99_ms < 250",)))
@@ -213,9 +216,9 @@ def test_the_page_escapes_what_it_shows():
 
 
 def test_a_large_run_makes_a_small_page():
-    """Dots are thinned, but the slowest request is drawn: 200,000 requests stay below 600 kB."""
+    """Dots are thinned, but the slowest request is drawn: 50,000 requests stay below 600 kB."""
     rng = np.random.default_rng(0)
-    rows = records(np.sort(rng.uniform(0, 10, 200_000)), rng.exponential(10.0, 200_000))
+    rows = records(np.sort(rng.uniform(0, 10, 50_000)), rng.exponential(10.0, 50_000))
     done = session(rows)
     assert len(page(done, report(done))) < 600_000
 
@@ -228,21 +231,6 @@ def test_axes():
     scale = span(1.0, 100.0, start=0.0, end=200.0, log=True)
     assert (scale(1.0), scale(10.0), scale(100.0), scale(1e9)) == pytest.approx((0.0, 100.0, 200.0, 200.0))
     assert [time_text(ms) for ms in (0, 0.25, 12.34, 999.4, 2500)] == ["0", "250 µs", "12.3 ms", "999 ms", "2.5 s"]
-
-
-# ---- the table -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", runs())
-def test_the_table_fits_a_terminal(name):
-    """80 columns hold it, and the verdict comes first."""
-    done = runs()[name]
-    text = io.StringIO()
-    print_table(done.summary, done.verdicts, Console(file=text, width=80))
-    first = text.getvalue().splitlines()[0]
-    assert first.startswith(("SLO met", "SLO MISSED", "INVALID RUN", "valid run", "too few"))
-    assert "p99.9 ms" in text.getvalue()
-    assert "…" not in text.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -279,17 +267,20 @@ def test_the_locustfile_asks_for_the_same(arrivals, wait):
     assert imported == {"locust"}
 
 
-def test_keys_of_classes_are_nowhere_in_what_is_written():
-    """Neither in the document nor in the locustfile, which says that all its users are one tenant."""
+def test_keys_are_nowhere_in_what_is_written():
+    """Of a class or of all: neither in the document, nor on the page, nor in the locustfile, which says that all its
+    users are one tenant."""
     keys = {"Authorization": "Bearer sesame-{}", "Api-Key": "sesame-{}"}
     mix = tuple(
         ImageClass(name=name, headers={key: value.format(name) for key, value in keys.items()}) for name in ("a", "b")
     )
-    chosen = scenario(mix=mix, slo=None)
+    chosen = scenario(mix=mix, target=LoadTarget(headers={"x-key": "sesame-7731"}), slo=None)
     text = locustfile(chosen)
-    assert "sesame" not in text
     assert "all users are one tenant" in text
-    assert "sesame" not in json.dumps(shown(chosen))
+    done = session(records(EVERY_10_MS, 20.0), chosen)
+    document = report(done)
+    assert not any("sesame" in written for written in (text, json.dumps(document), page(done, document)))
+    assert document["scenario"]["target"]["headers"] == {"x-key": "(not shown)"}
     assert shown(chosen)["mix"][0]["headers"] == dict.fromkeys(keys, "(not shown)")
 
 

@@ -13,15 +13,16 @@ import uvloop
 
 from plait_loadtest.failures import FailureLog
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.messages import part, shares
-from plait_loadtest.run.pace import Alarm, first_connections, quantum_ns
+from plait_loadtest.run.messages import shares
+from plait_loadtest.run.pace import Alarm
 from plait_loadtest.run.processes import fresh_processes
 from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
-from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome, RequestPlan
+from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome
 from plait_loadtest.wire.check import judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import parse_head
+from support.loadtest_records import plan
 from support.waiting import until
 
 RAW = Scenario(target=LoadTarget(url="http://h", api="raw"))
@@ -146,26 +147,6 @@ def test_preparing_stops_when_told():
     assert len(mix.built) <= 256
 
 
-@pytest.mark.parametrize(("whole", "processes"), [(0, 3), (1, 3), (7, 3), (9, 3), (5, 1)])
-def test_parts_add_up(whole, processes):
-    """Nothing is lost or doubled, and no part is larger than another by more than one."""
-    parts = [part(whole, rank, processes) for rank in range(processes)]
-    assert (sum(parts), max(parts) - min(parts) <= 1) == (whole, True)
-
-
-def plan(size, **settings):
-    """Requests a millisecond apart."""
-    return RequestPlan(
-        scheduled_ns=np.arange(size, dtype=np.int64) * 1_000_000,
-        warm_up=0,
-        duration_s=1.0,
-        mix=Numbers(),
-        cancelled=np.zeros(size, dtype=np.bool_),
-        cancel_after_s=1.0,
-        **settings,
-    )
-
-
 def test_there_are_no_processes_without_room():
     """A process that may not send one request would never end; so there are no more than the limits, or the callers."""
     many = RAW.model_copy(update={"processes": 8})
@@ -173,28 +154,6 @@ def test_there_are_no_processes_without_room():
     closed = many.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=3)})
     given = shares(plan(0, concurrency=3, count=5), closed)
     assert ([share.callers for share in given], [share.count for share in given]) == ([1, 1, 1], [2, 2, 1])
-
-
-def test_slow_schedules_are_looked_at_exactly():
-    """The least time between looks grows with the rate, from 0.1 ms to 1 ms."""
-
-    def at(rate_per_s):
-        return quantum_ns([int(1e9 * i / rate_per_s) for i in range(100)])
-
-    assert (at(10), at(1000), at(100_000), quantum_ns([]), quantum_ns([5, 5])) == (
-        100_000,
-        100_000,
-        1_000_000,
-        *[100_000] * 2,
-    )
-    assert 490_000 < at(5000) < 510_000
-
-
-def test_connections_are_opened_ahead_for_the_rate():
-    """One for a trickle, fifty for 10,000/s; an empty schedule is no crash."""
-    assert first_connections([]) == 1
-    assert first_connections([0, 10**9]) == 1
-    assert first_connections([i * 100_000 for i in range(100)]) == 51
 
 
 def test_a_long_temporary_folder_is_no_obstacle(monkeypatch):
