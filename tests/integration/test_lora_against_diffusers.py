@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.values import LoraRef
-from support.loras import snapshot, write
+from support.loras import shapes_of, snapshot, write
 from support.tiny import tiny_lora
 
 torch.set_num_threads(1)
@@ -147,23 +146,53 @@ def test_old_attention_processor_files(tmp_path, tiny_sd_folder):
     check(tiny_sd_folder, {"a": write(tmp_path / "old.safetensors", old)}, {"a": 1.0})
 
 
-SGM = re.compile(r"lora_unet_(input_blocks|middle_block|output_blocks|time_embed_\d|label_emb|out_\d)")
+def sgm_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A kohya SDXL file as kohya's trainer names it: SGM block numbers, written out by hand for the tiny UNet.
+
+    layers_per_block is 2, so blocks begin at every third number; the second block has attention.
+    """
+    generator = torch.Generator().manual_seed(8)
+    named = {
+        "input_blocks_0_0": "conv_in",
+        "input_blocks_1_0_in_layers_2": "down_blocks.0.resnets.0.conv1",
+        "input_blocks_2_0_emb_layers_1": "down_blocks.0.resnets.1.time_emb_proj",
+        "input_blocks_3_0_op": "down_blocks.0.downsamplers.0.conv",
+        "input_blocks_4_0_skip_connection": "down_blocks.1.resnets.0.conv_shortcut",
+        "input_blocks_4_1_proj_in": "down_blocks.1.attentions.0.proj_in",
+        "input_blocks_5_1_transformer_blocks_1_attn2_to_k":
+            "down_blocks.1.attentions.1.transformer_blocks.1.attn2.to_k",
+        "input_blocks_5_1_transformer_blocks_0_ff_net_0_proj":
+            "down_blocks.1.attentions.1.transformer_blocks.0.ff.net.0.proj",
+        "middle_block_0_out_layers_3": "mid_block.resnets.0.conv2",
+        "middle_block_1_transformer_blocks_0_attn1_to_out_0":
+            "mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0",
+        "middle_block_2_in_layers_2": "mid_block.resnets.1.conv1",
+        "output_blocks_0_1_proj_out": "up_blocks.0.attentions.0.proj_out",
+        "output_blocks_2_0_in_layers_2": "up_blocks.0.resnets.2.conv1",
+        "output_blocks_2_2_conv": "up_blocks.0.upsamplers.0.conv",
+        "output_blocks_5_0_out_layers_3": "up_blocks.1.resnets.2.conv2",
+        "time_embed_0": "time_embedding.linear_1",
+        "time_embed_2": "time_embedding.linear_2",
+        "label_emb_0_0": "add_embedding.linear_1",
+        "label_emb_0_2": "add_embedding.linear_2",
+        "out_2": "conv_out",
+    }  # fmt: skip
+    shapes = shapes_of(pipeline(folder).unet)
+    tensors = {}
+    for sgm, module in named.items():
+        rows, columns, *kernel = shapes[module]
+        name = f"lora_unet_{sgm}"
+        tensors[f"{name}.lora_down.weight"] = torch.randn(2, columns, *kernel, generator=generator)
+        tensors[f"{name}.lora_up.weight"] = torch.randn(rows, 2, *(1 for _ in kernel), generator=generator) * 0.1
+        tensors[f"{name}.alpha"] = torch.tensor(1.0)
+    return tensors
 
 
 def test_sgm_block_numbers(tmp_path, tiny_sdxl_folder):
-    """kohya's SDXL files count blocks as the original UNet does; every weight moves as in diffusers, which reads the
-    numbers in a way of its own."""
-    targets = LoraTargets.of(components(pipeline(tiny_sdxl_folder)))
-    generator, tensors = torch.Generator().manual_seed(8), {}
-    for name, module in targets.names[LoraFormat.KOHYA].items():
-        if SGM.match(name) and module in targets.shapes:
-            rows, columns, *kernel = targets.shapes[module]
-            tensors[f"{name}.lora_down.weight"] = torch.randn(2, columns, *kernel, generator=generator)
-            tensors[f"{name}.lora_up.weight"] = torch.randn(rows, 2, *(1 for _ in kernel), generator=generator) * 0.1
-            tensors[f"{name}.alpha"] = torch.tensor(1.0)
-    assert len(tensors) == 3 * sum(module.component == "unet" for module in targets.shapes)
-    path = write(tmp_path / "a.safetensors", tensors)
+    """kohya's SDXL files count blocks as the original UNet does; the same weights move as in diffusers."""
+    path = write(tmp_path / "a.safetensors", sgm_tensors(tiny_sdxl_folder))
     check(tiny_sdxl_folder, {"a": path}, {"a": 1.0})
+    targets = LoraTargets.of(components(pipeline(tiny_sdxl_folder)))
     assert parse("a", path, targets).format is LoraFormat.KOHYA
 
 
