@@ -10,9 +10,11 @@ import threading
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
+from plait_serving.diffusion.decoding import to_rgb
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, LoraRef, Progress, Scheduler, Tenant
 from plait_serving.images.config import STARTER_FOLDER
 from support.closeness import EQUAL, IN_COMPANY, ulps
@@ -115,3 +117,10 @@ def test_starter_models_equal_diffusers(starter, lora, net):
     )  # fmt: skip
     (ours,) = probe.latents(asked)
     assert ulps(ours, reference(asked)) <= EQUAL
+
+
+def test_decoder_rounds_as_diffusers():
+    """Half-way values round to even, as numpy's round in diffusers' image processor does."""
+    values = torch.tensor([0.0, 0.5, 1.0, 127.5, 254.5]) / 255
+    image = to_rgb(values.reshape(1, 1, 1, 5).expand(1, 3, 1, 5))[0]
+    assert np.array_equal(image[0, :, 0], (values.numpy() * 255).round().astype("uint8"))
