@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from plait_kernels.executors import background
-from support.cluster import TESTS, shared_serve, stop_shared
+from support.cluster import TESTS, shared_serve, starters, stop_shared
 
 pytest_plugins = ["support.again", "support.skips", "pytester"]
 
-__all__ = ["shared_serve"]
+__all__ = ["shared_serve", "starters"]
 
 # Two cores, several processes: one thread each is what the numbers in the tests assume.
 torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def _group(file: str) -> str:
     text = (TESTS.parent / file).read_text(encoding="utf-8")
     if "mark.cluster" not in text:
         return file
-    return _SHARED_RAY if shared_serve.__name__ in text else _OWN_RAYS
+    return _SHARED_RAY if any(each.__name__ in text for each in (shared_serve, starters)) else _OWN_RAYS
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
@@ -72,13 +72,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray goes first, and before the rest of that the servers of their own: they take longest. Then several
-    parts together; units, which are many and short, are last, so that all processes end at about the same time."""
+    """What starts Ray goes first: servers of their own, which take longest, then the session's Ray, where the starter
+    models stay once they are there. Then several parts together; units, which are many and short, are last, so that
+    all processes end at about the same time."""
     integration = TESTS / "integration"
     items.sort(
         key=lambda item: (
             item.get_closest_marker("cluster") is None,
             "shared_serve" in item.fixturenames,
+            "starters" in item.fixturenames,
             integration not in item.path.parents,
         )
     )

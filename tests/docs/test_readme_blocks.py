@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,8 @@ from plait.app import AppArgs, build
 from plait.config import ServerSection, load_config
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_deploy.placement.cluster_file import parse_cluster
-from plait_serving.diffusion.knobs import EngineKnobs, Placement
-from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
-from support.cluster import SharedServe
+from plait_serving.ranking.config import RankingSection, RankModelSection
+from support.cluster import SharedServe, is_ready
 from support.documents import GUIDES, CodeBlock, blocks_of, read
 from support.waiting import wait_for
 
@@ -53,67 +48,52 @@ CONFIGS = {
 """Who reads a yaml block that begins with the name."""
 
 
-class StarterServer:
-    """The starter models on the session's Ray, and beside them the packages that a document has made."""
+class Servers:
+    """The starter models on the session's Ray, and beside them the packages that documents have made."""
 
-    def __init__(self, shared: SharedServe) -> None:
+    def __init__(self, shared: SharedServe, starters: Callable[[], str]) -> None:
         self.url = f"http://127.0.0.1:{shared.port}"
-        self._serve = shared.serve
+        self._serve, self._starters = shared.serve, starters
         self._served: dict[str, Sequence[Path]] = {}
 
     def start(self, packages: Sequence[Path]) -> str:
-        """Returns its address once it serves: of the starter models, or where there are packages of these alone, so
-        that nothing else starts again for them."""
-        if packages:
-            models = {folder.name: RankModelSection(folder=folder) for folder in packages}
-            return self._run(packages[0].parent.parent.name, packages, None, models)
-        images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
-        return self._run("", (), images, {"picks": RankModelSection(folder=STARTER_RANKING_FOLDER, mode="whole")})
-
-    def _run(
-        self, name: str, packages: Sequence[Path], images: ImagesSection | None, models: dict[str, RankModelSection]
-    ) -> str:
-        url = f"{self.url}/{name}".rstrip("/")
+        """Returns an address once it serves: of the starter models, or where there are packages of these alone, so that
+        nothing else starts again for them."""
+        if not packages:
+            return self._starters()
+        name = packages[0].parent.parent.name
         if self._served.get(name) != packages:
             self._served[name] = packages
-            args = AppArgs(images=images, recommend=RankingSection(models=models), server=ServerSection(drain_s=2))
+            models = {folder.name: RankModelSection(folder=folder) for folder in packages}
+            args = AppArgs(images=None, recommend=RankingSection(models=models), server=ServerSection(drain_s=2))
             self._serve.run(build(args), name=APP + name, route_prefix=f"/{name}")
-            wait_for(lambda: _is_ready(url), timeout_s=240)
-        return url
+            wait_for(lambda: is_ready(f"{self.url}/{name}"), timeout_s=240)
+        return f"{self.url}/{name}"
 
     def stop(self) -> None:
-        """Its replicas are gone."""
+        """Their replicas are gone."""
         for name in self._served:
             self._serve.delete(APP + name)
 
 
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url + "/v2/health/ready", timeout=120) as answer:
-            return json.load(answer)["ready"] is True
-    except urllib.error.HTTPError as error:
-        error.close()
-        return False
-
-
 @pytest.fixture(scope="module")
-def server(shared_serve: SharedServe) -> Iterator[StarterServer]:
-    """Started by the first document that needs it."""
-    made = StarterServer(shared_serve)
+def servers(shared_serve: SharedServe, starters: Callable[[], str]) -> Iterator[Servers]:
+    """Started by the first document that needs one."""
+    made = Servers(shared_serve, starters)
     yield made
     made.stop()
 
 
 @pytest.mark.parametrize("document", GUIDES)
-def test_the_blocks_of_a_document_run(document: str, server: StarterServer, tmp_path: Path) -> None:
+def test_the_blocks_of_a_document_run(document: str, servers: Servers, tmp_path: Path) -> None:
     """Commands and programs end well, and configurations are read by the loaders that people's files meet."""
-    _run_all(document, server, DocumentShell(tmp_path, finds_plait=document != FIRST))
+    _run_all(document, servers, DocumentShell(tmp_path, finds_plait=document != FIRST))
 
 
 @pytest.mark.slow
-def test_the_first_document_runs_as_printed(server: StarterServer, tmp_path: Path) -> None:
+def test_the_first_document_runs_as_printed(servers: Servers, tmp_path: Path) -> None:
     """With its load test of a minute."""
-    _run_all(FIRST, server, DocumentShell(tmp_path, finds_plait=False, as_printed=True))
+    _run_all(FIRST, servers, DocumentShell(tmp_path, finds_plait=False, as_printed=True))
 
 
 def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> None:
@@ -131,13 +111,13 @@ def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> N
         shell.close()
 
 
-def _run_all(document: str, server: StarterServer, shell: DocumentShell) -> None:
+def _run_all(document: str, servers: Servers, shell: DocumentShell) -> None:
     blocks = [block for block in blocks_of(document, read(document)) if block.reason is None]
     try:
         for number, block in enumerate(blocks):
             if _asks_a_server(block):
                 packages = sorted(path.parent for path in shell.folder.glob("models/*/package.json"))
-                shell.url = server.start(packages)
+                shell.url = servers.start(packages)
             began_s = time.monotonic()
             _run(block, shell, blocks[number + 1 :])
             print(f"{block.place}: {time.monotonic() - began_s:.1f} s")

@@ -14,18 +14,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plait.app import AppArgs, build
-from plait.config import ServerSection
-from plait_serving.diffusion.knobs import EngineKnobs, Placement
-from plait_serving.images.config import ImagesSection
 from support.asking import ask
-from support.browser import chromium, needs_browser
-from support.waiting import wait_for
+from support.browser import needs_browser, window
+
+__all__ = ["window"]
 
 pytestmark = [pytest.mark.cluster, *needs_browser]
 
 ESCAPE = "\ue00c"
-APP = "page"
 FOLDER = Path(__file__).parents[2] / "serving"
 PICTURES = {"desktop-light": (1280, 940, False), "desktop-dark": (1280, 940, True),
             "phone-light": (390, 844, False), "phone-dark": (390, 844, True)}  # fmt: skip
@@ -41,28 +37,8 @@ SCENE = (
 
 
 @pytest.fixture(scope="module")
-def url(shared_serve):
-    images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
-    args = AppArgs(images=images, server=ServerSection(drain_s=2))
-    shared_serve.serve.run(build(args), name=APP, route_prefix="/")
-    address = f"http://127.0.0.1:{shared_serve.port}/"
-    wait_for(lambda: _is_ready(address), timeout_s=240)
-    yield address
-    shared_serve.serve.delete(APP)
-
-
-def _is_ready(address):
-    try:
-        answer = ask(address + "v2/health/ready")
-        return answer.status == 200 and answer.json()["ready"] is True
-    except OSError:
-        return False
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("browser")) as open_window:
-        yield open_window
+def url(starters):
+    return starters() + "/"
 
 
 def opened(window, url, **how):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import os
-import random
-import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,8 @@ from PIL import Image
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler
+from plait_serving.diffusion.values import LoraRef, Scheduler
+from support.denoise import make_request
 from support.server import REAL, PlaitServer, free_port
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 from support.waiting import wait_for
@@ -94,10 +93,8 @@ def alone(root: Path, model: str, seed: int = 7, **loras: float) -> np.ndarray:
     )
     engine = build_engine(settings)
     try:
-        request = ImageRequest(
-            request_id="r", prompt="red apple", width=32, height=32, steps=4, guidance_scale=7.5, seed=seed,
-            scheduler=Scheduler.EULER, loras=tuple(LoraRef(name=name, scale=scale) for name, scale in loras.items()),
-        )  # fmt: skip
+        refs = tuple(LoraRef(name=name, scale=scale) for name, scale in loras.items())
+        request = make_request(prompt="red apple", guidance_scale=7.5, seed=seed, scheduler=Scheduler.EULER, loras=refs)
         return engine.generate(request, timeout_s=WAIT_S).images[0].astype(int)
     finally:
         engine.stop(drain_s=0)
@@ -126,14 +123,6 @@ def test_what_is_not_loaded_stands_in_the_line_that_it_is_ready(server, root):
     (line,) = [line for line in server.errors().splitlines() if line.startswith("plait serves")]
     assert line.startswith(f"plait serves one, two, large at {server.url} (ready after ")
     assert f"; not loaded: broken ({root / 'more' / 'broken' / 'model_index.json'}: " in line
-
-
-def test_names_are_listed_and_unknown_ones_get_the_nearest(client, server):
-    """In OpenAI's form, with 404."""
-    assert [model.id for model in client.models.list()] == ["one", "two", "large", "two-noto"]
-    with pytest.raises(openai.NotFoundError, match="no model 'tow'; did you mean two") as caught:
-        drawn(client, "tow")
-    assert caught.value.code == "model_not_found"
 
 
 def test_a_model_comes_and_goes_on_both_replicas(client, server, root):
@@ -187,27 +176,6 @@ def test_all_replicas_sleep_and_wake(client, server):
     assert told(server, "two-noto", "sleep")[0] == 404
 
 
-def test_more_models_than_memory_holds_are_all_answered(client, root):
-    """Asked for in any order by six clients on two replicas, each of eight models draws what it draws alone, and nobody
-    gets an error."""
-    made, served = root / "made", root / "more"
-    names = [f"small-{number}" for number in range(8)]
-    for number, name in enumerate(names):
-        tiny_sd(made / name, seed=10 + number)
-    wanted = {name: alone(made, name) for name in names}
-    served.mkdir(exist_ok=True)
-    for name in names:
-        (made / name).rename(served / name)
-    asked = random.Random(0).sample(3 * names, 3 * len(names))
-    try:
-        with ThreadPoolExecutor(6) as threads:
-            for name, ours in zip(asked, threads.map(lambda name: drawn(client, name), asked), strict=True):
-                assert np.abs(ours - wanted[name]).max() <= 1, name
-    finally:
-        for name in names:
-            shutil.rmtree(served / name)
-
-
 def told(server, model: str, what: str) -> tuple[int, bool | None]:
     status, answer, _ = server.post(f"/v1/models/{model}/{what}")
     return status, answer.get("asleep")
@@ -216,12 +184,3 @@ def told(server, model: str, what: str) -> tuple[int, bool | None]:
 def resident(server, wanted) -> None:
     """Wait until the models in memory are as wanted."""
     wait_for(lambda: wanted(server.get("/v1/status")[1]["resident"]["models"]))
-
-
-def test_the_status_says_what_is_in_memory(client, server):
-    """At most one model in each replica."""
-    drawn(client, "one")
-    status, found = server.get("/v1/status")[:2]
-    assert status == 200
-    assert 1 <= len(found["resident"]["models"]) <= 2
-    assert found["replicas"]["engine"] == 2

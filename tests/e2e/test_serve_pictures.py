@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import openai
 import pytest
 from PIL import Image
 
@@ -29,21 +30,40 @@ SIZE = 32
 
 @pytest.fixture(scope="module")
 def plait_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
-    """A file's one server: tiny models, ControlNets as services, and a home directory that does not exist."""
+    """A file's one server: tiny models, ControlNets as services, and a home directory that does not exist. At its end
+    it has work for long, and a second signal waits for nobody."""
     root = tmp_path_factory.mktemp("plait-server")
     config = write_tiny_models(root)
     port = free_port()
     server = PlaitServer.launch(
         REAL, [str(config), "--port", str(port)], port=port, root=root, environ={"HOME": str(root / "no-home")}
     )
-    left: frozenset[processes.ProcessId] = frozenset()
     try:
         yield server.wait_ready()
         left = server.members()
+        with ThreadPoolExecutor(2) as threads:
+            asked = [threads.submit(status_of, server, prompt="x", num_inference_steps=200, n=8) for _ in range(2)]
+            wait_for(lambda: server.metric("plait_engine_requests_running"))
+            server.signal(signal.SIGTERM)
+            wait_for(lambda: "finishing what runs" in server.errors())
+            assert server.stop() == 0, server.errors()
+        assert processes.wait_until_gone(left, timeout_s=0) == []
+        assert not all(each.result() == 200 for each in asked)
     finally:
-        code = server.stop()
-    assert code == 0, server.errors()
-    assert processes.wait_until_gone(left, timeout_s=0) == []
+        if server.process.poll() is None:
+            server.kill_and_clean()
+
+
+def status_of(server: PlaitServer, **body: object) -> int:
+    """The answer's status; 0 for none."""
+    try:
+        return server.generate(**body)[0]  # type: ignore[arg-type]
+    except OSError:
+        return 0
+
+
+def client_of(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
 
 def image(encoded):
@@ -88,19 +108,13 @@ def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
 
 
 def test_serve_openai_client_makes_a_picture(plait_server):
-    """The openai client works unchanged: a PNG of the model's size, the same one again for the same seed.
-
-    Programs may take over from torch between the two: that moves a value by one level at most.
-    """
-    import openai
-
-    client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
+    """The openai client works unchanged: a PNG of the model's size, the same one again for the same seed."""
+    client = client_of(plait_server)
     assert [model.id for model in client.models.list()] == ["tiny"]
     extra = {"seed": 7, "num_inference_steps": 4}
     first, second = (client.images.generate(model="tiny", prompt="red apple", extra_body=extra) for _ in range(2))
     assert image(first.data[0].b64_json).shape == (SIZE, SIZE, 3)
-    images = [image(answer.data[0].b64_json).astype(int) for answer in (first, second)]
-    assert np.abs(images[0] - images[1]).max() <= 1
+    assert first.data[0].b64_json == second.data[0].b64_json
     with pytest.raises(openai.NotFoundError) as caught:
         client.images.generate(model="sdxl", prompt="x")
     assert caught.value.code == "model_not_found"
@@ -108,9 +122,7 @@ def test_serve_openai_client_makes_a_picture(plait_server):
 
 def test_serve_openai_client_edits_a_picture(plait_server):
     """The openai client's `images.edit` works unchanged: what the mask keeps has the pixels that were sent."""
-    import openai
-
-    client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
+    client = client_of(plait_server)
     source = np.full((SIZE, SIZE, 4), 90, np.uint8)
     source[:, : SIZE // 2, 3] = 0  # transparent: to be made anew
     source[:, SIZE // 2 :, 3] = 255
@@ -209,31 +221,12 @@ def test_serve_answers_twenty_mixed_requests_at_once(plait_server):
 
 def test_serve_streams_partial_images(plait_server):
     """Server-sent events: the partial images in order, then the image that the plain call makes."""
-    from openai import OpenAI
-
-    client = OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
+    client = client_of(plait_server)
     extra = {"seed": 5, "num_inference_steps": 6}
     events = list(client.images.generate(model="tiny", prompt="cat", stream=True, partial_images=2, extra_body=extra))
     assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
     assert [event.partial_image_index for event in events[:2]] == [0, 1]
     assert difference(image(events[-1].b64_json), made(plait_server, prompt="cat", **extra)) <= 1
-
-
-def test_serve_new_lora_file_needs_no_restart(plait_server):
-    """A file that is put into the folder can be named soon, and is gone when it is removed."""
-    folder = plait_server.state_folder.parents[1] / "loras"
-    fresh = folder / "fresh.safetensors"
-    body = {"prompt": "cat", "seed": 1, "num_inference_steps": 3, "loras": [{"name": "fresh"}]}
-    assert plait_server.generate(**body)[0] == 404
-    temporary = folder / "fresh.part"
-    temporary.write_bytes((folder / "noto.safetensors").read_bytes())
-    temporary.rename(fresh)
-    try:
-        wait_for(lambda: plait_server.generate(**body)[0] != 404)
-        assert difference(made(plait_server, **body), made(plait_server, **{**body, "loras": [{"name": "noto"}]})) <= 1
-    finally:
-        fresh.unlink()
-    assert plait_server.generate(**body)[0] == 404
 
 
 def test_serve_disconnect_cancels_the_engines_work(plait_server):
@@ -300,4 +293,4 @@ def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
     status, answer, _ = answers[0]
     assert status == 200, answer
     assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
-    wait_for(lambda: plait_server.get("/health")[0] == 200)  # the new replica converts, and may answer late
+    wait_for(lambda: plait_server.get("/health")[0] == 200)

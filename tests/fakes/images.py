@@ -92,7 +92,8 @@ def _edit_facts(request: ImageRequest) -> tuple[float | int, ...]:
 
 
 class FakeImageService:
-    """Makes `fake_image` in `steps` steps of `step_s` seconds; the one after `holds_at_step` never ends.
+    """Makes `fake_image` in `steps` steps of `step_s` seconds, or what `slow` says of the prompt; the one after
+    `holds_at_step` never ends.
 
     A prompt in `failures` fails with that error after `fail_at_step` steps. `submitted`, `finished` and `cancelled`
     record request ids; `steps_run` shows how soon a cancelled request stopped.
@@ -105,6 +106,7 @@ class FakeImageService:
         failures: Mapping[str, Exception] | None = None,
         fail_at_step: int = 0,
         step_s: float = 0.0,
+        slow: Mapping[str, float] | None = None,
         health: Health | None = None,
     ) -> None:
         self.submitted: list[ImageRequest] = []
@@ -119,6 +121,7 @@ class FakeImageService:
         self._failures = dict(failures or {})
         self._fail_at_step = fail_at_step
         self.step_s = step_s
+        self._slow = dict(slow or {})
 
     async def catalog(self, *, anew: bool = False) -> Catalog:
         """Return the fixed catalog."""
@@ -163,7 +166,8 @@ class FakeImageService:
             if error is not None and step == self._fail_at_step:
                 yield Failed(error=error)
                 return
-            await asyncio.sleep(3_600.0 if step == self.holds_at_step else self.step_s)
+            step_s = self._slow.get(request.prompt, self.step_s)
+            await asyncio.sleep(3_600.0 if step == self.holds_at_step else step_s)
             self.steps_run += 1
             yield Progress(step=step + 1, steps=request.run_steps)
             if step + 1 in previews:

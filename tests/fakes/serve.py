@@ -43,7 +43,7 @@ class FakeHosted:
 
     def __init__(self, step_s: float, loras: Path | None = None) -> None:
         made = FakeImageService if loras is None else partial(FolderImageService, loras)
-        self.service = made(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")})
+        self.service = made(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")}, slow={"slow": 0.2})
         self.knobs: list[EngineKnobs] = []
         self.alive = True
         self.stuck: Stuck | None = None
@@ -84,12 +84,9 @@ class FakeSource:
 
 
 def main(source: FakeSource = FakeSource()) -> int:
-    """Serves until a signal. ``FAKE_STEP_S`` of the environment is for those who need longer steps, ``FAKE_LORAS`` for
-    those who have a folder of LoRAs."""
-    loras = os.environ.get("FAKE_LORAS")
-    source = replace(
-        source, step_s=float(os.environ.get("FAKE_STEP_S", source.step_s)), loras=None if loras is None else Path(loras)
-    )
+    """Serves until a signal. ``FAKE_LORAS`` of the environment is for those who have a folder of LoRAs."""
+    if loras := os.environ.get("FAKE_LORAS"):
+        source = replace(source, loras=Path(loras))
     from plait.config import load_config
     from plait.deployments import deployments
     from plait.errors import PlaitError

@@ -11,8 +11,6 @@ import os
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +20,8 @@ import numpy as np
 import torch
 import yaml
 from PIL import Image
+
+from support import asking
 
 DEADLINE_MS = 5_000
 URL = "http://127.0.0.1:8000"
@@ -63,16 +63,11 @@ class Load:
 
 def post(path: str, body: Any) -> tuple[int, Any]:
     """Status and JSON; 0 where nothing answers."""
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(URL + path, data=json.dumps(body).encode(), headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()[:200]
+        answer = asking.ask(URL + path, body)
     except OSError as error:
         return 0, str(error)
+    return answer.status, answer.json() if answer.status == 200 else answer.text[:200]
 
 
 def ranking(number: int, requests: list[Any]) -> Callable[[], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from starlette.responses import HTMLResponse
 
 from fakes.images import FakeImageService
@@ -13,20 +12,16 @@ from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.starter.preprocess import PREPROCESSORS
 from support.app_server import AppServer
-from support.browser import chromium, needs_browser
+from support.browser import needs_browser, window
 from support.http_app import png
 from support.waiting import wait_for
+
+__all__ = ["window"]
 
 pytestmark = needs_browser
 
 KEY = "sk-other"
 LIVE = "return document.querySelector(`#${args[0]} .live-responses-table tbody .response-col_status`)?.innerText"
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("browser")) as open_window:
-        yield open_window
 
 
 class Tried:

@@ -1,13 +1,12 @@
-"""A ControlNet replica dies while images are made: whoever can go on does, and with the same image."""
+"""An engine whose ControlNets are services: where they run, what is lost without one, and what their logs say."""
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,29 +25,12 @@ from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunn
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
+from support.denoise import control_image, make_request
 from support.log_file import LogFile, log_file
-from support.paused import pause
-
-_SERVICE = """
-import sys
-from pathlib import Path
-sys.path[:0] = {paths!r}
-import torch
-torch.set_num_threads(1)
-from plait_fabric import listen
-from plait_serving.diffusion.families.unet.controlnet import load_controlnet
-from plait_serving.diffusion.controlnet.service import ControlNetService
-runner = load_controlnet(Path(sys.argv[2]), dtype=torch.float32)
-service = ControlNetService("edges", runner, [listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))])
-print(service.addresses[0], flush=True)
-sys.stdin.read()
-"""
-"""A whole ControlNet service in a process of its own, and its address. Takes some seconds to import torch."""
 
 __all__ = ["log_file"]
 
 WAIT_S = 120.0
-STEPS = 6
 
 
 @dataclass(eq=False)
@@ -58,7 +40,6 @@ class Scene:
     engine: Engine
     edges: ControlNetService
     runner: ControlNetModelRunner
-    fleets: dict[str, kit.ReplicaFleet] = field(default_factory=dict)
 
     def make(self, *requests: ImageRequest, on_step: Callable[[Progress], None] | None = None) -> dict[str, Event]:
         """Runs all at once; how each ended. ``on_step`` is called on the compute thread, between two steps."""
@@ -83,11 +64,10 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
     with ExitStack() as stack:
         edges = stack.enter_context(kit.serving(runners["edges"], kit.new_address("tcp", tmp_path)))
         colors = stack.enter_context(kit.serving(runners["colors"], kit.new_address("shm", tmp_path), name="colors"))
-        fleets = {
-            "edges": kit.ReplicaFleet({"thread": edges.addresses[0]}),
-            "colors": kit.ReplicaFleet({"thread": colors.addresses[0]}),
+        remote = {
+            name: partial(RemoteControlNetClient, name, kit.ReplicaFleet({"thread": service.addresses[0]}).connect)
+            for name, service in (("edges", edges), ("colors", colors))
         }
-        remote = {name: partial(RemoteControlNetClient, name, fleet.connect) for name, fleet in fleets.items()}
         settings = EngineSettings(
             model=tiny_sd_folder,
             dtype="float32",
@@ -98,50 +78,17 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
         )
         engine = build_engine(settings, remote=remote, costs=EveryBatchPays())
         stack.callback(engine.stop, drain_s=0.0)
-        yield Scene(engine=engine, edges=edges, runner=runners["edges"], fleets=fleets)
+        yield Scene(engine=engine, edges=edges, runner=runners["edges"])
 
 
 def _request(name: str, *controlnets: str) -> ImageRequest:
-    image = np.random.default_rng(0).integers(0, 256, (kit.SIZE, kit.SIZE, 3), dtype=np.uint8)
-    return ImageRequest(
-        request_id=name,
-        prompt="red apple",
-        width=kit.SIZE,
-        height=kit.SIZE,
-        steps=STEPS,
-        guidance_scale=5.0,
-        seed=7,
-        scheduler=Scheduler.EULER,
-        controlnets=tuple(ControlRef(name=control, image=image) for control in controlnets),
-    )
+    controls = tuple(ControlRef(name=control, image=control_image(0, kit.SIZE)) for control in controlnets)
+    return make_request(request_id=name, steps=6, scheduler=Scheduler.EULER, controlnets=controls)
 
 
 def _image(event: Event) -> np.ndarray:
     assert isinstance(event, Finished), event
     return event.result.images[0]
-
-
-def test_picture_survives_a_replica_that_is_killed_in_mid_step(
-    scene: Scene, tiny_sd_controlnets: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """kill -9 while a step is in flight: the step is computed elsewhere and the image is the same, bit for bit."""
-    fleet = scene.fleets["edges"]
-    service = _SERVICE, kit.new_address("shm", tmp_path), str(tiny_sd_controlnets[0])
-    with kit.listening_process(*service) as (process, address):
-        fleet.addresses = {"process": address, **fleet.addresses}
-
-        def stop_it(progress: Progress) -> None:
-            if progress.step == 3:
-                pause(process.pid)  # the next step's question is never answered
-                threading.Timer(0.2, process.kill).start()
-
-        undisturbed = _image(scene.make(_request("first", "edges"))["first"])
-        assert scene.edges.statistics().steps == 0
-        again = _image(scene.make(_request("again", "edges"), on_step=stop_it)["again"])
-        assert scene.edges.statistics().steps == STEPS - 3
-        plain = _image(scene.make(_request("plain"))["plain"])
-    assert np.array_equal(again, undisturbed)
-    assert not np.array_equal(plain, undisturbed)
 
 
 def test_without_a_replica_only_requests_that_need_it_fail(scene: Scene) -> None:

@@ -43,9 +43,17 @@ def cluster(shared_serve: SharedServe) -> Any:
 
 @pytest.fixture(scope="module")
 def handle(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> Iterator[Any]:
-    """Two replicas of a tiny ControlNet, for all tests that leave it in place."""
-    yield _deploy(cluster, tiny_sd_controlnets[0], app="controlnets", replicas=2)
+    """Two replicas of a tiny ControlNet. When Serve takes them away, a client is told so, and their sockets are
+    gone."""
+    yield (handle := _deploy(cluster, tiny_sd_controlnets[0], app="controlnets", replicas=2))
+    find = ServeReplicas("edges", handle)
+    client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(3, width=32)
+    session = ask.open(client)
+    assert isinstance(client.start([ask.call(session)]).wait()[0], Residuals)
+    pids = [replica.pid for replica in find.replicas()]
     cluster.delete("controlnets")
+    assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
+    wait_for(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")), PATIENCE_S)
 
 
 def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int | Replicas) -> Any:
@@ -107,21 +115,6 @@ def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_contro
     assert kit.same_bits(client.start([ask.call(session)]).wait()[0], expected)
     assert ours.pid not in {replica.pid for replica in find.replicas()}
     client.shutdown()
-
-
-def test_deleted_deployment_is_unavailable_and_leaves_no_socket(
-    cluster: Any, tiny_sd_controlnets: tuple[Path, Path]
-) -> None:
-    """When Serve takes the deployment away its clients are told so, and its sockets are gone."""
-    handle = _deploy(cluster, tiny_sd_controlnets[0], app="to-delete", replicas=1)
-    find = ServeReplicas("edges", handle)
-    client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(3, width=32)
-    session = ask.open(client)
-    assert isinstance(client.start([ask.call(session)]).wait()[0], Residuals)
-    pids = [replica.pid for replica in find.replicas()]
-    cluster.delete("to-delete")
-    assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
-    wait_for(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")), PATIENCE_S)
 
 
 @pytest.mark.slow

@@ -9,87 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_serving.diffusion.errors import EngineError
-from plait_serving.diffusion.families.rows import guidance_embedding, rescaled
 from plait_serving.diffusion.families.unet.bundle import Bundle, load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
-from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Denoiser, StepCall
+from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 from support.closeness import EQUAL, IN_COMPANY, ulps
-from support.denoise import (
-    SCHEDULER_CLASSES,
-    DenoisingRequest,
-    control_image,
-    make_request,
-    max_difference,
-    reference_pipeline,
-    run_pipeline,
-    start,
-)
+from support.denoise import DenoisingRequest, control_image, make_request, max_difference, start
+from support.engine_probe import fused_reference
+from support.tiny import tiny_sd
 from support.whole import WholeControlNet
-
-
-class WholeUNetDenoiser(UNetDenoiser):
-    """Shares prepare and finish; `predict` calls the UNet once per request, its ControlNets just before.
-
-    Its ControlNets must answer at once: `WholeControlNet`.
-    """
-
-    @torch.inference_mode()
-    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
-        """Call the whole UNet once per request; raises whatever the modules raise."""
-        return [self._predict_one(call) for call in calls]
-
-    def _predict_one(self, call: StepCall) -> torch.Tensor:
-        conditioning = call.conditioning
-        sample = torch.cat([call.sample] * 2) if conditioning.branches == 2 else call.sample
-        text = conditioning.expand(conditioning.text)
-        added = {name: conditioning.expand(value) for name, value in conditioning.added.items()}
-        down, mid = _local_residuals(call, sample)
-        if call.extra is not None:
-            sample = torch.cat([sample, call.extra.repeat(len(sample) // len(call.extra), 1, 1, 1)], dim=1)
-        output: torch.Tensor = self.bundle.unet(
-            sample,
-            call.timestep,
-            encoder_hidden_states=text,
-            timestep_cond=self._timestep_cond(call),
-            added_cond_kwargs=added or None,
-            down_block_additional_residuals=down,
-            mid_block_additional_residual=mid,
-            return_dict=False,
-        )[0]
-        if conditioning.branches == 1:
-            return output
-        unconditional, conditional = output.chunk(2)
-        scale, rescale = call.request.guidance_scale, call.request.guidance_rescale
-        guided = unconditional + scale * (conditional - unconditional)
-        return rescaled(guided, conditional, rescale) if rescale else guided
-
-    def _timestep_cond(self, call: StepCall) -> torch.Tensor | None:
-        if not self.bundle.embeds_guidance:
-            return None
-        width = int(self.bundle.config["time_cond_proj_dim"])
-        scales = [call.request.guidance_scale] * call.conditioning.n
-        return guidance_embedding(scales, width, self.bundle.dtype, self.bundle.device)
-
-
-def _local_residuals(
-    call: StepCall, sample: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
-    """Return the residuals of all ControlNets summed in list order, or (None, None)."""
-    down: tuple[torch.Tensor, ...] | None = None
-    mid: torch.Tensor | None = None
-    for control in call.controls:
-        question = ControlCall(session=control.session, sample=sample, timestep=call.timestep, scale=control.scale)
-        answer = control.client.start([question]).wait()[0]
-        if isinstance(answer, EngineError):
-            raise answer
-        if down is None or mid is None:
-            down, mid = answer.down, answer.mid
-        else:
-            down = tuple(a + b for a, b in zip(down, answer.down, strict=True))
-            mid = mid + answer.mid
-    return down, mid
 
 
 def run_requests(
@@ -129,24 +57,18 @@ class Model:
         self.bundle = load_bundle(folder, dtype=dtype)
         self.denoiser = UNetDenoiser(self.bundle)
         self.clients = {name: self._client(name, path) for name, path in self.paths.items()}
-        self._pipelines: dict[tuple[str, ...], object] = {}
+        self._kept: dict[object, object] = {}
 
     def _client(self, name: str, path: Path) -> WholeControlNet:
         return WholeControlNet(name, load_controlnet(path, dtype=self.dtype))
 
-    def reference(self, request) -> torch.Tensor:
+    def reference(self, request: ImageRequest) -> torch.Tensor:
         """diffusers' latents."""
-        names = tuple(control.name for control in request.controlnets)
-        if names not in self._pipelines:
-            paths = [self.paths[name] for name in names]
-            self._pipelines[names] = reference_pipeline(self.folder, request.scheduler, paths, self.dtype)
-        pipeline = self._pipelines[names]
-        pipeline.scheduler = SCHEDULER_CLASSES[request.scheduler].from_config(pipeline.scheduler.config)
-        return run_pipeline(pipeline, request)
+        return fused_reference(self.folder, request, controlnets=self.paths, dtype=self.dtype, kept=self._kept)
 
-    def run(self, *requests, denoiser=None, joins_at=None) -> list[torch.Tensor]:
+    def run(self, *requests, joins_at=None) -> list[torch.Tensor]:
         """Our latents, all requests batched."""
-        done = run_requests(self.bundle, denoiser or self.denoiser, requests, self.clients, joins_at=joins_at)
+        done = run_requests(self.bundle, self.denoiser, requests, self.clients, joins_at=joins_at)
         assert [one.error for one in done] == [None] * len(done)
         return [one.latents for one in done]
 
@@ -167,14 +89,6 @@ def sdxl(tiny_sdxl_folder, tiny_sdxl_controlnets) -> Model:
 def model(request) -> Model:
     """Both families."""
     return request.getfixturevalue(request.param)
-
-
-@pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
-@pytest.mark.parametrize("scheduler", list(Scheduler))
-def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale):
-    """Every scheduler, two images, with and without CFG: diffusers' latents."""
-    request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, steps=3, negative_prompt="dog")
-    assert ulps(model.run(request)[0], model.reference(request)) <= EQUAL
 
 
 @pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
@@ -199,32 +113,19 @@ def test_controlnets_really_change_the_latents(model):
     assert min(max_difference(a, b), max_difference(b, c)) > 1e-2
 
 
-def company() -> list:
-    """Requests that may share a batch although everything else differs; all with CFG."""
+def test_batched_requests_have_diffusers_latents(model):
+    """Four requests with different schedulers, steps, seeds, prompts, ControlNets and starts: equal to diffusers."""
     schedulers = [Scheduler.LCM, Scheduler.DDIM, Scheduler.EULER_A, Scheduler.UNIPC]
-    return [
+    requests = [
         make_request(
             scheduler=scheduler, steps=3 + i, seed=10 * i, n=1 + i % 2, guidance_scale=1.5 + 0.5 * i,
             prompt=("cat " * i) or "a photo", controlnets=((), CONTROLS, CONTROLS[1:], ())[i],
         )
         for i, scheduler in enumerate(schedulers)
     ]  # fmt: skip
-
-
-def test_batched_requests_have_diffusers_latents(model):
-    """Four requests with different schedulers, steps, seeds, prompts, ControlNets and starts: equal to diffusers."""
-    requests = company()
     found = model.run(*requests, joins_at=[0, 1, 2, 0])
     differences = [ulps(ours, model.reference(r)) for ours, r in zip(found, requests, strict=True)]
     assert max(differences) <= IN_COMPANY, differences
-
-
-def test_the_naive_twin_agrees(sd):
-    """The whole UNet request by request gives the latents of the halves in batches."""
-    requests = company()
-    batched = sd.run(*requests)
-    for ours, naive in zip(batched, sd.run(*requests, denoiser=WholeUNetDenoiser(sd.bundle)), strict=True):
-        assert ulps(ours, naive) <= IN_COMPANY
 
 
 def test_bfloat16_is_no_worse_than_diffusers(sd):
@@ -244,15 +145,12 @@ def test_bfloat16_is_no_worse_than_diffusers(sd):
 
 def test_a_guidance_distilled_unet_equals_diffusers(tmp_path):
     """A UNet that takes the guidance scale as an input (LCM) runs once per image, with diffusers' embedding."""
-    from support.tiny import tiny_sd
-
     folder = tiny_sd(tmp_path / "lcm", time_cond_proj_dim=9)
     bundle = load_bundle(folder)
     requests = [
         make_request(scheduler=Scheduler.LCM, guidance_scale=g, seed=i, n=2, steps=2) for i, g in enumerate((1.5, 8.0))
     ]
-    pipeline = reference_pipeline(folder, Scheduler.LCM)
-    references = [run_pipeline(pipeline, r) for r in requests]
+    references = [fused_reference(folder, r) for r in requests]
     denoiser = UNetDenoiser(bundle)
     alone = [run_requests(bundle, denoiser, [r])[0].latents for r in requests]
     together = [one.latents for one in run_requests(bundle, denoiser, requests)]

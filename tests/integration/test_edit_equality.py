@@ -6,47 +6,24 @@ Tiny random SD and SDXL models, ControlNets and LoRAs, and a UNet for inpainting
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
-from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
+from plait_serving.diffusion.values import ControlRef, Edit, LoraRef, Scheduler
 from support.closeness import EQUAL, IN_COMPANY, ulps
-from support.denoise import control_image
+from support.denoise import EDITS, IMAGE, MASK, control_image
+from support.rig import ask as any_request
 from support.rig import rig_of, sd, sdxl
-from support.tiny import IMAGE_SIZE, tiny_controlnet, tiny_sd
+from support.tiny import tiny_controlnet, tiny_sd
 
 __all__ = ["rig_of", "sd", "sdxl"]
 
-IMAGE = control_image(5, IMAGE_SIZE)
-
-
-def mask() -> np.ndarray:
-    """A mask whose edge is no multiple of a latent, with grey values on both sides of a half in rows that latents are
-    taken from."""
-    found = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8)
-    found[5:22, 3:18] = 255
-    found[22:24, 3:18] = 127
-    found[24:26, 3:18] = 128
-    return found
-
-
-IMG2IMG = Edit(image=IMAGE, strength=0.7)
-INPAINT = Edit(image=IMAGE, mask=mask(), strength=0.7)
-ANEW = Edit(image=IMAGE, mask=mask(), strength=1.0)
-CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, start=0.0, end=0.7)
+IMG2IMG, INPAINT, ANEW = EDITS.values()
+CONTROL = ControlRef(name="a", image=control_image(1), scale=0.8, start=0.0, end=0.7)
 LORA = LoraRef(name="one", scale=0.9)
-
-
-def ask(seed: int, edit: Edit | None, **more) -> ImageRequest:
-    """A small request with defaults."""
-    fields = {
-        "request_id": f"r{seed}", "prompt": "a red cat", "negative_prompt": "blue", "width": IMAGE_SIZE,
-        "height": IMAGE_SIZE, "steps": 6, "guidance_scale": 2.0, "seed": seed, "scheduler": Scheduler.EULER_A,
-        "edit": edit, **more,
-    }  # fmt: skip
-    return ImageRequest(**fields)
+ask = partial(any_request, steps=6, scheduler=Scheduler.EULER_A)
 
 
 @pytest.fixture(scope="module")
@@ -54,31 +31,27 @@ def nine(rig_of, tmp_path_factory, tiny_sd_folder):
     """A tiny Stable Diffusion for inpainting, with a ControlNet of the ordinary kind."""
     root = tmp_path_factory.mktemp("nine")
     folder = tiny_sd(root / "sd", seed=4, in_channels=9)
-    return rig_of(folder, tiny_controlnet(root / "control", tiny_sd_folder, seed=3))
+    return rig_of(folder, {"a": tiny_controlnet(root / "control", tiny_sd_folder, seed=3)})
 
 
-EDITS = pytest.mark.parametrize("edit", [IMG2IMG, INPAINT, ANEW], ids=["img2img", "inpaint", "anew"])
-
-
-@EDITS
 @pytest.mark.parametrize("scheduler", Scheduler)
-def test_every_sampler_equals_diffusers(sd, edit, scheduler):
+def test_every_sampler_equals_diffusers(sd, scheduler):
     """Every sampler starts in the middle and blends as in diffusers' pipelines, the random ones with its draws."""
     probe, reference = sd
-    asked = ask(11, edit, scheduler=scheduler)
+    asked = ask(11, edit=INPAINT, scheduler=scheduler)
     (ours,) = probe.latents(asked)
     assert ulps(ours, reference(asked)) <= EQUAL
 
 
-@EDITS
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("model", ["sd", "sdxl"])
 def test_edits_with_controlnet_and_lora_equal_diffusers(model, edit, request):
     """Two images with a ControlNet and a LoRA; and each ingredient really changed them."""
     probe, reference = request.getfixturevalue(model)
-    asked = ask(21, edit, n=2, controlnets=(CONTROL,), loras=(LORA,))
+    asked = ask(21, edit=edit, n=2, controlnets=(CONTROL,), loras=(LORA,))
     (ours,) = probe.latents(asked)
     assert ulps(ours, reference(asked)) <= EQUAL
-    other_image = replace(edit, image=control_image(6, IMAGE_SIZE))
+    other_image = replace(edit, image=control_image(6))
     for other in (replace(asked, controlnets=()), replace(asked, loras=()), replace(asked, edit=other_image)):
         (others,) = probe.latents(other)
         assert (others - ours).abs().max() > 1e-2
@@ -89,8 +62,8 @@ def test_edits_in_company_equal_diffusers(model, request):
     """A generation and three edits at different steps share every call, and each is diffusers' own."""
     probe, reference = request.getfixturevalue(model)
     asked = [
-        ask(31, IMG2IMG), ask(32, INPAINT, prompt="green tree", steps=8, controlnets=(CONTROL,)),
-        ask(33, ANEW, prompt="dog", scheduler=Scheduler.DPMPP_2M), ask(34, None, prompt="house"),
+        ask(31, edit=IMG2IMG), ask(32, edit=INPAINT, prompt="green tree", steps=8, controlnets=(CONTROL,)),
+        ask(33, edit=ANEW, prompt="dog", scheduler=Scheduler.DPMPP_2M), ask(34, prompt="house"),
     ]  # fmt: skip
     ours = probe.latents(*asked)
     assert max(probe.batches) == len(asked)
@@ -101,7 +74,7 @@ def test_edits_in_company_equal_diffusers(model, request):
 def test_strength_1_without_a_mask_is_img2img_at_strength_1(sd):
     """It adds noise to the image, as diffusers does, and is no generation."""
     probe, reference = sd
-    asked = ask(41, Edit(image=IMAGE, strength=1.0))
+    asked = ask(41, edit=Edit(image=IMAGE, strength=1.0))
     (ours,) = probe.latents(asked)
     assert ulps(ours, reference(asked)) <= EQUAL
     (generated,) = probe.latents(replace(asked, edit=None))
@@ -113,7 +86,7 @@ def test_strength_1_without_a_mask_is_img2img_at_strength_1(sd):
 def test_a_unet_of_nine_channels_equals_diffusers(nine, edit, controlnets):
     """Mask and masked image go in as channels, nothing is blended; the ControlNet sees the latents only."""
     probe, reference = nine
-    asked = ask(51, edit, n=2, controlnets=controlnets)
+    asked = ask(51, edit=edit, n=2, controlnets=controlnets)
     (ours,) = probe.latents(asked)
     assert ulps(ours, reference(asked)) <= EQUAL
 
@@ -121,8 +94,8 @@ def test_a_unet_of_nine_channels_equals_diffusers(nine, edit, controlnets):
 def test_a_unet_of_nine_channels_makes_all_of_an_image_without_a_mask(nine):
     """Generations and edits without a mask are diffusers' with a mask of everything, and share its calls."""
     probe, reference = nine
-    everything = np.full((IMAGE_SIZE, IMAGE_SIZE), 255, np.uint8)
-    asked = [ask(61, None), ask(62, IMG2IMG), ask(63, INPAINT, steps=5)]
+    everything = np.full_like(MASK, 255)
+    asked = [ask(61), ask(62, edit=IMG2IMG), ask(63, edit=INPAINT, steps=5)]
     ours = probe.latents(*asked)
     assert max(probe.batches) == len(asked)
     masked = [Edit(image=IMAGE, mask=everything, strength=1.0), replace(IMG2IMG, mask=everything), INPAINT]
@@ -139,7 +112,7 @@ def test_the_vae_encodes_an_image_once_for_all_images_of_a_request(sd):
     denoiser.encode = lambda pixels: encoded.append(pixels) or encode(pixels)
     try:
         probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"largest_batch": 2, "batch_wait_ms": 0.0}))
-        result = probe.engine.generate(ask(71, INPAINT, n=5))
+        result = probe.engine.generate(ask(71, edit=INPAINT, n=5))
     finally:
         denoiser.encode = encode
     assert (len(result.images), len(encoded)) == (5, 1)
@@ -148,10 +121,9 @@ def test_the_vae_encodes_an_image_once_for_all_images_of_a_request(sd):
 def test_what_is_not_masked_keeps_its_pixels(sd):
     """With the overlay, which is the default, the image's own pixels are there again; without it the VAE's are."""
     probe, _ = sd
-    kept = mask() == 0
-    with_overlay = probe.engine.generate(ask(81, ANEW)).images[0]
-    without = probe.engine.generate(ask(81, replace(ANEW, overlay=False))).images[0]
+    kept = MASK == 0
+    with_overlay = probe.engine.generate(ask(81, edit=ANEW)).images[0]
+    without = probe.engine.generate(ask(81, edit=replace(ANEW, overlay=False))).images[0]
     assert np.array_equal(with_overlay[kept], IMAGE[kept])
     assert not np.array_equal(without[kept], IMAGE[kept])
-    assert np.array_equal(with_overlay[mask() == 255], without[mask() == 255])
-    assert torch.is_tensor(probe.latents(ask(81, ANEW))[0])
+    assert np.array_equal(with_overlay[MASK == 255], without[MASK == 255])

@@ -16,11 +16,9 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import ControlNetModel
 
 from plait_serving.deployments.images.hosted import HostedImages
 from plait_serving.deployments.images.lora_cards import LoraCards
@@ -31,9 +29,9 @@ from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.config import ImagesSection
-from support.denoise import control_image, edits_of, run_pipeline
+from support.denoise import IMAGE, MASK, control_image, edits_of, reference_pipeline, run_pipeline
+from support.rig import ask as any_request
 from support.rig import rig_of
-from support.tiny import IMAGE_SIZE
 
 __all__ = ["rig_of"]
 
@@ -58,10 +56,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Scheduler]] = {
 }
 AMONG = (Scheduler.EULER, Scheduler.DPMPP_2M, Scheduler.DPMPP_2M_SDE)
 
-CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, end=0.7)
-IMAGE = control_image(5, IMAGE_SIZE)
-MASK = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8)
-MASK[5:22, 3:18] = 255
+CONTROL = ControlRef(name="a", image=control_image(1), scale=0.8, end=0.7)
 IMG2IMG = Edit(image=IMAGE, strength=0.7)
 INPAINT = Edit(image=IMAGE, mask=MASK, strength=0.7, overlay=False)
 ANEW = replace(INPAINT, strength=1.0)
@@ -86,17 +81,13 @@ def model(request, rig_of, tmp_path_factory, tiny_sdxl_folder, tiny_sdxl_control
     """A model's folder, its ControlNet, an engine on both and the sampler that is the folder's own."""
     scheduler, vae, own = MODELS[request.param]
     folder = shaped(tiny_sdxl_folder, tmp_path_factory.mktemp("edm") / request.param, scheduler, vae)
-    probe, _ = rig_of(folder, tiny_sdxl_controlnets[0])
+    probe, _ = rig_of(folder, {"a": tiny_sdxl_controlnets[0]})
     return folder, tiny_sdxl_controlnets[0], probe, own
 
 
-def ask(scheduler: Scheduler, **more: Any) -> ImageRequest:
+def ask(scheduler: Scheduler, seed: int = 11, **more: Any) -> ImageRequest:
     """A request of 10 steps."""
-    fields = {
-        "request_id": "r", "prompt": "a red cat", "negative_prompt": "blue", "width": IMAGE_SIZE, "height": IMAGE_SIZE,
-        "steps": 10, "guidance_scale": 3.0, "seed": 11, "scheduler": scheduler, **more,
-    }  # fmt: skip
-    return ImageRequest(**fields)
+    return any_request(seed, steps=10, guidance_scale=3.0, scheduler=scheduler, **more)
 
 
 def _moments(vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float]:
@@ -115,10 +106,7 @@ def _encode(pipeline: Any, image: torch.Tensor, generator: Any) -> torch.Tensor:
 
 def theirs(folder: Path, controlnet: Path, asked: ImageRequest) -> list[np.ndarray]:
     """The images of diffusers' pipeline with the folder's own scheduler."""
-    name = f"StableDiffusionXL{'ControlNet' if asked.controlnets else ''}{edits_of(asked)}Pipeline"
-    more = {"controlnet": ControlNetModel.from_pretrained(controlnet)} if asked.controlnets else {}
-    pipeline = getattr(diffusers, name).from_pretrained(folder, **more)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = reference_pipeline(folder, None, (controlnet,) * len(asked.controlnets), edits=edits_of(asked))
     forgets = edits_of(asked) == "Inpaint"
     if forgets:
         pipeline._encode_vae_image = MethodType(_encode, pipeline)

@@ -3,18 +3,15 @@ image of its own pipeline call."""
 
 from __future__ import annotations
 
-import queue
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from plait_serving.diffusion.errors import Cancelled
 from plait_serving.diffusion.families.flux import denoiser as flux
-from plait_serving.diffusion.values import Edit, Event, Failed, ImageRequest, LoraRef, Progress, Scheduler, Sigmas
+from plait_serving.diffusion.values import Edit, ImageRequest, LoraRef, Scheduler, Sigmas
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image
-from support.engine_probe import WAIT_S
 from support.flow_rig import FlowRig, flow_rig
 from support.tiny import IMAGE_SIZE
 
@@ -95,25 +92,6 @@ def test_edits_share_calls_with_generations(flow_rig, model):
     ]
     ours = rig.probe.latents(*requests)
     assert max(rig.probe.batches) == len(requests)
-    for one, latents in zip(requests, ours, strict=True):
-        assert ulps(latents, rig.reference.latents(one)) <= IN_COMPANY
-
-
-@pytest.mark.parametrize("model", ["sd3", "dev"])
-def test_others_join_one_that_runs_and_is_then_cancelled(flow_rig, model):
-    """Between two steps, and it ends within one: the others are their pipelines' images."""
-    rig = flow_rig(model)
-    told: queue.Queue[Event] = queue.Queue()
-    ticket = rig.probe.engine.submit(rig.ask(500, steps=1000, wants_progress=True), told.put)
-    assert isinstance(told.get(timeout=WAIT_S), Progress)
-    requests = [rig.ask(501 + i, steps=5 + i, loras=SETS[i]) for i in range(3)]
-    ours = rig.probe.latents(*requests)
-    assert max(rig.probe.batches) > 1
-    ticket.cancel()
-    while isinstance(end := told.get(timeout=WAIT_S), Progress):
-        pass
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, Cancelled)
     for one, latents in zip(requests, ours, strict=True):
         assert ulps(latents, rig.reference.latents(one)) <= IN_COMPANY
 

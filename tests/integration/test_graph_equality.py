@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Graphed:
     """The engine on a tiny SDXL, its captures, and diffusers on the same request."""
 
     def __init__(self, folder, loras, controlnets) -> None:
-        self.folder, self.loras, self.controlnets = folder, loras, controlnets
+        self.reference = partial(fused_reference, folder, loras=loras, controlnets=controlnets, kept={})
         settings = EngineSettings(
             model=folder, lora_source=FolderSource(loras), controlnets=controlnets, converts=False,
             executor=ExecutorName.TORCH,
@@ -61,8 +62,7 @@ class Graphed:
 
     def difference(self, asked: ImageRequest, ours: torch.Tensor) -> float:
         """To diffusers'."""
-        theirs = fused_reference(self.folder, asked, loras=self.loras, controlnets=self.controlnets)
-        return ulps(ours, theirs)
+        return ulps(ours, self.reference(asked))
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ class Rig:
     """The application, the service and the engine under it. The image of a seed is grey: seed + steps."""
 
     def __init__(self, *, provider=None, samplers=fake_samplers, **knobs) -> None:
-        self.merger = FakeMerger(broken=frozenset({"broken"}), cost_s=0.0)
+        self.merger = FakeMerger(cost_s=0.0)
         self.text_merger = FakeMerger()
         self.denoiser = FakeDenoiser(self.merger, self.text_merger, lambda: time.sleep(STEP_S), samplers=samplers)
         self.provider = provider or FakeProvider(["noto", "sketch"])
@@ -95,20 +95,6 @@ async def test_pictures_come_out_as_the_engine_made_them(rig):
     assert timings["total"] == pytest.approx(sum(timings[key] for key in timings if key != "total"), abs=1e-3)
 
 
-async def test_twenty_mixed_requests_at_once(rig):
-    """Different sets, sizes, steps and streams at once: everybody gets their own image."""
-    subject = rig()
-    calls = []
-    for i in range(20):
-        loras = [{"name": "noto"}] if i % 3 == 0 else []
-        size = "16x16" if i % 2 else "24x16"
-        calls.append((i, bool(loras), subject.call(seed=i, num_inference_steps=3 + i % 4, loras=loras, size=size)))
-    for i, has_lora, call in calls:
-        await call.done()
-        assert call.status == 200
-        assert grey(json.loads(b"".join(call.chunks))) == i + (3 + i % 4) * (2 if has_lora else 1)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_disconnect_stops_the_engine_within_a_step(rig, stream):
     """After the client has gone, the compute thread runs at most one more step of its image."""
@@ -134,17 +120,6 @@ async def test_a_disconnect_while_the_lora_loads_gives_it_up(rig):
     assert subject.denoiser.calls == []
 
 
-async def test_partial_images_stream_while_the_engine_runs(rig):
-    """Previews arrive in order before the image, and progress is told step by step."""
-    call = rig().call(num_inference_steps=8, stream=True, partial_images=3, seed=3)
-    await call.done()
-    text = b"".join(call.chunks).decode()
-    assert [line for line in text.split("\n") if line.startswith(":")] == [f": step {i}/8" for i in range(1, 9)]
-    events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
-    assert [event.get("partial_image_index") for event in events] == [0, 1, 2, None]
-    assert np.all(pixels(events[-1]["b64_json"]) == 3 + 8)
-
-
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -166,42 +141,6 @@ async def test_failures_of_the_engine_are_told_and_others_go_on(rig, body, statu
     assert (got, error["error"]["code"]) == (status, code)
     await neighbour.done()
     assert grey(json.loads(b"".join(neighbour.chunks))) == 31
-
-
-async def test_a_lora_that_can_not_be_used_is_a_422(rig):
-    """Whether it fails while it loads or while it is merged, the answer names the field."""
-    for provider in (FakeProvider(["noto"], failing=["noto"]), FakeProvider(["noto"])):
-        subject = rig(provider=provider)
-        subject.merger.broken = frozenset({"noto"})
-        status, body = await subject.answer(loras=[{"name": "noto"}])
-        assert status == 422
-        assert (body["error"]["code"], body["error"]["param"].split(".")[0]) == ("invalid_lora", "loras")
-
-
-async def test_a_full_queue_is_a_429(rig):
-    """The request that does not fit is refused at once with the time to come back."""
-    subject = rig(queue_limit=1)
-    first = subject.call(num_inference_steps=500)
-    await until(lambda: len(subject.denoiser.calls) >= 1)
-    second = subject.call()
-    await second.done()
-    assert second.status == 429
-    first.disconnect()
-    await first.done()
-
-
-async def test_a_stopped_engine_is_a_503_and_not_healthy(rig):
-    """Who is still waiting when the engine stops is told so."""
-    subject = rig()
-    subject.service.warmed_up(0.1)
-    assert (await subject.service.health()).ready
-    running = subject.call(num_inference_steps=500)
-    await until(lambda: len(subject.denoiser.calls) >= 1)
-    await asyncio.to_thread(subject.engine.stop, drain_s=0)
-    await running.done()
-    assert running.status == 503
-    assert (await subject.answer())[0] == 503
-    assert not (await subject.service.health()).ready
 
 
 async def test_an_edit_starts_from_its_image_and_is_counted(rig):

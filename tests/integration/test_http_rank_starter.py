@@ -1,10 +1,8 @@
-"""The starter recommender behind the whole HTTP side: one process, real halves, tritonclient and people's words."""
+"""The starter recommender behind the whole HTTP side: one process, real halves and people's words."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,7 +18,6 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, STARTER_RANKING_MODEL
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
-from support.app_server import AppServer
 from support.dense import programs_win
 from support.http_rank import as_json, outputs_of
 
@@ -41,15 +38,10 @@ def served(package, dense):
 
 
 @pytest.fixture(scope="module")
-def app():
+def client():
     package = open_package(STARTER_RANKING_FOLDER)
-    with served(package, package.dense()) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(app):
-    return TestClient(app, raise_server_exceptions=False)
+    with served(package, package.dense()) as app:
+        yield TestClient(app, raise_server_exceptions=False)
 
 
 @pytest.mark.parametrize("candidates", [1, 64, 512])
@@ -100,44 +92,3 @@ def test_different_tastes_get_different_films(client):
         body = {"user": USER | {"liked_genres": liked, "history": []}, "candidates": "all", "top_k": 20}
         best.append({item["id"] for item in client.post("/v1/recommend", json=body).json()["items"]})
     assert len(best[0] & best[1]) < 10
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"history": [2000]}, "user.history"),
-        ({"daypart": -1}, "user.daypart"),
-        ({"liked_genres": [12]}, "user.liked_genres"),
-    ],
-)
-def test_ids_outside_their_tables_are_refused_by_name(client, changes, param):
-    """400, and the next request is answered."""
-    answer = client.post("/v1/recommend", json={"user": USER | changes, "candidates": [1]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert client.post("/v1/recommend", json={"user": USER, "candidates": [1]}).status_code == 200
-
-
-def test_tritonclient_ranks_with_the_starter_at_once_from_many_threads(app, client):
-    """Binary, unchanged client, several connections: every answer is its own request's."""
-    triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
-    server = AppServer(app)
-
-    def ask(candidates):
-        example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates={candidates}").json()
-        expected = outputs_of(client.post(INFER, content=json.dumps(example)))["score"]
-        inputs = []
-        for tensor in example["inputs"]:
-            dtype = np.float32 if tensor["datatype"] == "FP32" else np.int64
-            inputs.append(triton.InferInput(tensor["name"], tensor["shape"], tensor["datatype"]))
-            inputs[-1].set_data_from_numpy(np.array(tensor["data"], dtype).reshape(tensor["shape"]))
-        with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as connected:
-            got = connected.infer(STARTER_RANKING_MODEL, inputs).as_numpy("score")
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
-        return got.shape
-
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            sizes = [1, 2, 3, 64, 5, 6, 7, 100]
-            assert list(threads.map(ask, sizes)) == [(size,) for size in sizes]
-    finally:
-        server.stop()

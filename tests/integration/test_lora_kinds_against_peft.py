@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.values import ImageRequest, LoraRef, LoraSet, RgbImage, Scheduler
+from plait_serving.diffusion.values import LoraRef, LoraSet, RgbImage, Scheduler
+from support.denoise import make_request
 from support.loras import lycoris_tensors, snapshot, write
 
 torch.set_num_threads(1)
@@ -228,15 +230,7 @@ def images_of(folder: Path, source: FolderSource, sets: list[LoraSet]) -> list[R
         EngineSettings(model=folder, lora_source=source, knobs=EngineKnobs(threads=1), converts=False)
     )
     try:
-        return [
-            engine.generate(
-                ImageRequest(
-                    request_id="r", prompt="red apple", width=32, height=32, steps=3, guidance_scale=4.0, seed=3,
-                    scheduler=Scheduler.EULER, loras=loras,
-                ),
-                timeout_s=60,
-            ).images[0]
-            for loras in sets
-        ]  # fmt: skip
+        asked = make_request(prompt="red apple", steps=3, guidance_scale=4.0, seed=3, scheduler=Scheduler.EULER)
+        return [engine.generate(replace(asked, loras=loras), timeout_s=60).images[0] for loras in sets]
     finally:
         engine.stop(drain_s=0)

@@ -18,7 +18,8 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.models import model as models_of
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model
-from plait_serving.diffusion.values import Finished, ImageRequest, Progress, Scheduler
+from plait_serving.diffusion.values import Finished, ImageRequest, Progress
+from support.denoise import make_request
 from support.tiny import tiny_sd, tiny_sdxl
 from support.waiting import wait_for
 
@@ -26,11 +27,7 @@ WAIT_S = 60.0
 
 
 def asked(model: str, **more) -> ImageRequest:
-    fields = {
-        "request_id": model, "prompt": "red apple", "width": 32, "height": 32, "steps": 4, "guidance_scale": 4.0,
-        "seed": 3, "scheduler": Scheduler.EULER, **more,
-    }  # fmt: skip
-    return ImageRequest(model=model, **fields)
+    return make_request(request_id=model, model=model, **more)
 
 
 def settings(folder) -> EngineSettings:
@@ -247,23 +244,15 @@ def test_weights_that_vanish_in_use_fail_with_a_sentence(serving, models):
     np.testing.assert_array_equal(drawn(engine, "b"), alone(models["b"]))
 
 
-def test_only_whole_folders_inside_are_models(tmp_path, models):
-    """No link that leads out, no name that requests cannot have, no folder without an index; stamps follow files."""
-    root = tmp_path / "more"
-    shutil.copytree(models["b"], root / "b")
-    (root / "linked").symlink_to(models["xl"])
-    (root / "twin").symlink_to(root / "b")
-    (root / "itself").symlink_to(root)
-    shutil.copytree(models["b"], root / ".hidden")
-    (root / "empty").mkdir()
-    (root / "file").touch()
-    found = FolderOfModels(root).list()
-    assert list(found) == ["b", "twin"]
-    assert found["b"].folder == found["twin"].folder == root / "b"
-    assert FolderOfModels(root).list()["b"] == found["b"]
-    (root / "b" / "unet" / "config.json").write_text("{}")
-    assert FolderOfModels(root).list()["b"].stamp != found["b"].stamp
-    assert FolderOfModels(tmp_path / "none").list() == {}
+def test_a_link_inside_is_another_name_of_its_folder(tmp_path, models):
+    """And a stamp tells one state of it from another."""
+    folder = shutil.copytree(models["b"], tmp_path / "b")
+    (tmp_path / "twin").symlink_to(folder)
+    found = FolderOfModels(tmp_path).list()
+    assert {name: each.folder for name, each in found.items()} == {"b": folder, "twin": folder}
+    assert FolderOfModels(tmp_path).list()["b"] == found["b"]
+    (folder / "unet" / "config.json").write_text("{}")
+    assert FolderOfModels(tmp_path).list()["b"].stamp != found["b"].stamp
 
 
 # ---- sleep and wake ------------------------------------------------------------------------------------------------

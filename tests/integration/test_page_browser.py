@@ -32,10 +32,12 @@ from plait_serving.replica_metrics import ReplicaMetrics, family
 from plait_serving.starter.preprocess import PREPROCESSORS
 from plait_serving.starter.words import image_words
 from support.app_server import AppServer
-from support.browser import chromium, needs_browser
+from support.browser import needs_browser, window
 from support.http_app import b64, png
 from support.names import ODD_NAMES
 from support.waiting import wait_for
+
+__all__ = ["window"]
 
 pytestmark = needs_browser
 
@@ -44,12 +46,6 @@ SECRET = "sk-page"
 READY = "return document.body.dataset.ready"
 MADE = "return document.querySelectorAll('#grid li').length >= args[0]"
 VALUE = "return document.querySelector(args[0]).value"
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("browser")) as open_window:
-        yield open_window
 
 
 class Desk:
@@ -116,33 +112,24 @@ def test_a_prompt_is_completed_and_what_was_chosen_is_made(window):
         assert page.complaints() == []
 
 
-def test_a_field_that_the_server_declares_has_a_control(window):
-    """Drawn from what its model says; left alone, it is not sent, and a reload keeps it."""
+def test_fields_that_the_server_declares_have_controls(window):
+    """Drawn from what its model says; a number may be left to the model, and be taken back; what is left alone is not
+    sent, and a reload keeps the rest."""
     with Desk(window) as desk:
         page = desk.ready()
         page.click("#finer summary")
         assert "CFG rescale" in page.text("#fields")
-        assert desk.make("red apple").guidance_rescale == 0.0
+        made = desk.make("red apple")
+        assert (made.guidance_rescale, made.max_sequence_length) == (0.0, None)
         page.fill("#field-guidance_rescale", "0.5")
-        assert desk.make("red apple", 2).guidance_rescale == 0.5
-        page.open(desk.url)
-        desk.ready()
-        assert page.run(VALUE, "#field-guidance_rescale") == "0.5"
-        assert page.complaints() == []
-
-
-def test_a_number_may_be_left_to_the_model(window):
-    """The tokens of T5: empty until somebody says how many, and empty again when that is taken back."""
-    with Desk(window) as desk:
-        page = desk.ready()
-        page.click("#finer summary")
-        assert page.run(VALUE, "#field-max_sequence_length") == ""
-        assert desk.make("red apple").max_sequence_length is None
         page.fill("#field-max_sequence_length", "128")
-        assert desk.make("red apple", 2).max_sequence_length == 128
+        made = desk.make("red apple", 2)
+        assert (made.guidance_rescale, made.max_sequence_length) == (0.5, 128)
         page.open(desk.url)
         desk.ready()
-        assert page.run(VALUE, "#field-max_sequence_length") == "128"
+        assert [page.run(VALUE, f"#field-{name}") for name in ("guidance_rescale", "max_sequence_length")] == [
+            "0.5", "128",
+        ]  # fmt: skip
         page.fill("#field-max_sequence_length", "513")
         page.click("#generate")
         assert page.run("return document.querySelector('#field-max_sequence_length').validity.rangeOverflow")
@@ -152,26 +139,37 @@ def test_a_number_may_be_left_to_the_model(window):
 
 
 def test_what_a_model_has_no_use_for_is_neither_shown_nor_sent(window):
-    """Guidance, the negative prompt, edits and declared fields; with the other model they are there again."""
+    """Guidance, the negative prompt, declared fields, and for one that reads an image strength and mask; with the other
+    model they are there again."""
     (emoji,) = FAKE_CATALOG.models
-    bare = replace(emoji, name="bare", default_guidance_scale=0.0, terms=RequestTerms(guidance_scale=0.0, edits=False))
-    shown = """return ["#guidance", "#negative", "#source"].map((each) =>
-      !document.querySelector(each).closest("[hidden]"))"""
+    terms = RequestTerms(guidance_scale=0.0, edits=False)
+    bare = replace(emoji, name="bare", default_guidance_scale=0.0, terms=terms)
+    reads = replace(bare, name="reads", terms=replace(terms, reads_images=True))
+    shown = "return args.map((each) => document.querySelector(each).checkVisibility())"
     choose = """const model = document.querySelector("#model");
       model.value = args[0]; model.dispatchEvent(new Event("change"))"""
-    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(emoji, bare)))) as desk:
+    parts = "#guidance", "#more", "#source-part"
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(emoji, bare, reads)))) as desk:
         page = desk.ready()
         page.click("#more summary")
         page.fill("#negative", "blur")
         made = desk.make("red apple")
         assert (made.negative_prompt, made.guidance_scale) == ("blur", 7.5)
         page.run(choose, "bare")
-        assert page.run(shown) == [False, False, False]
+        assert page.run(shown, *parts) == [False, False, False]
         assert page.text("#fields") == ""
         made = desk.make("red apple", 2)
         assert (made.model, made.negative_prompt, made.guidance_scale) == ("bare", None, 0.0)
+        assert "CFG" not in page.text("#details .facts")
+        page.run(choose, "reads")
+        assert page.run(shown, *parts) == [False, False, True]
+        page.click("[title^='Start an edit']")
+        page.wait("return document.querySelector('.source img') !== null")
+        assert page.run(shown, "#strength", "[title='Paint a mask']") == [False, False]
+        made = desk.make("frog face", 3)
+        assert (made.edit, made.reference.shape) == (None, (16, 16, 3))
         page.run(choose, "emoji")
-        assert page.run(shown) == [True, True, True]
+        assert page.run(shown, *parts) == [True, True, True]
         assert page.complaints() == []
 
 
@@ -275,33 +273,34 @@ def test_an_image_is_shown_at_full_size(window):
         assert page.run("return document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_shapes_are_sizes_of_the_model(window):
-    """As many pixels as it was trained for, in multiples that it takes, and within its limits."""
+def of_limits(**limits):
+    """A service whose model makes images of 64x64 by default, within these limits."""
     model = replace(FAKE_CATALOG.model, default_width=64, default_height=64)
-    model = replace(model, limits=replace(model.limits, max_pixels=64 * 72, max_edge_px=80))
-    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))) as desk:
+    model = replace(model, limits=replace(model.limits, max_edge_px=80, **limits))
+    return FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))
+
+
+SHAPES = "return [...document.querySelectorAll('#shapes button')].map((b) => [b.innerText, b.title])"
+
+
+def test_shapes_are_sizes_of_the_model(window, tmp_path):
+    """As many pixels as it was trained for, in multiples that it takes, and within its limits. An image that is given
+    decides the shape, as it would be stretched; a square one leaves a square size."""
+    with Desk(window, of_limits(max_pixels=64 * 72)) as desk:
         page = desk.ready()
-        offered = "return [...document.querySelectorAll('#shapes button')].map((b) => [b.innerText, b.title])"
-        assert dict(page.run(offered)) == {
+        assert dict(page.run(SHAPES)) == {
             "1:1": "64x64", "3:2": "80x56", "2:3": "56x80", "4:3": "72x56", "3:4": "56x72",
         }  # fmt: skip
         page.click("#shapes [title='56x80']")
         made = desk.make("frog face")
         assert (made.width, made.height) == (56, 80)
         assert page.run("return document.querySelectorAll('#shapes [aria-pressed=true]').length") == 1
-
-
-def test_an_image_that_is_given_decides_the_shape(window, tmp_path):
-    """It would be stretched; what somebody chooses then is what is made, and a square one leaves a square size."""
-    model = replace(FAKE_CATALOG.model, default_width=64, default_height=64)
-    model = replace(model, limits=replace(model.limits, max_pixels=64 * 72, max_edge_px=80))
-    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))) as desk:
-        page = desk.ready()
+        page.click("#shapes [title='64x64']")
         for number, (size, wanted) in enumerate([((40, 41), (64, 64)), ((30, 44), (56, 80)), ((100, 70), (80, 56))]):
             Image.new("RGB", size).save(tmp_path / f"{number}.png")
             page.type("#source input[type=file]", str(tmp_path / f"{number}.png"))
             page.wait("return document.querySelector('.source img') !== null")
-            edit = desk.make("frog face", number + 1)
+            edit = desk.make("frog face", number + 2)
             assert (edit.width, edit.height) == wanted
             page.click("#source [title='Remove the image']")
 
@@ -317,11 +316,8 @@ def test_an_image_that_is_given_decides_the_shape(window, tmp_path):
 )
 def test_only_sizes_that_are_allowed_are_offered(window, sizes, offered):
     """Those that are listed, or shapes within a range."""
-    model = replace(FAKE_CATALOG.model, default_width=64, default_height=64)
-    model = replace(model, limits=replace(model.limits, sizes=sizes, max_edge_px=80))
-    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))) as desk:
-        shown = "return [...document.querySelectorAll('#shapes button')].map((b) => [b.innerText, b.title])"
-        assert dict(desk.ready().run(shown)) == offered
+    with Desk(window, of_limits(sizes=sizes)) as desk:
+        assert dict(desk.ready().run(SHAPES)) == offered
 
 
 def test_marks_and_samplers_options_are_on_the_page(window):
@@ -635,35 +631,15 @@ def test_the_documentation_opens_and_asks_with_the_key(window):
         assert refused == []
 
 
-def test_another_sampler_of_the_catalog_is_offered(window):
-    """The form is made of what the server says, nothing of it is written down twice."""
+def test_the_form_is_made_of_what_the_server_says(window):
+    """Steps and size, and no part for what is not there."""
     model = replace(FAKE_CATALOG.model, default_steps=9, default_width=32, default_height=24)
-    with Desk(
-        window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,), loras=())), ranking=False
-    ) as desk:
+    service = FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,), loras=()))
+    with Desk(window, service, ranking=False) as desk:
         page = desk.ready()
-        assert page.run(VALUE, "#size") == "32x24"
-        assert page.run(VALUE, "#steps") == "9"
-        assert page.run("return document.querySelector('#loras-part').hidden")
-        assert page.run("return document.querySelector('#tab-rank').hidden")
-
-
-def test_what_a_model_has_no_use_for_is_not_in_the_form(window):
-    """No guidance and no negative prompt; an image that it reads has neither strength nor mask."""
-    terms = RequestTerms(guidance_scale=0.0, edits=False, reads_images=True)
-    model = replace(FAKE_CATALOG.model, terms=terms, default_guidance_scale=0.0)
-    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,))), ranking=False) as desk:
-        page, shown = desk.ready(), "return document.querySelector(args[0]).checkVisibility()"
-        assert [page.run(shown, part) for part in ("#guidance", "#more", "#source-part")] == [False, False, True]
-        desk.make("red apple")
-        assert "CFG" not in page.text("#details .facts")
-        page.click("[title^='Start an edit']")
-        page.wait("return document.querySelector('.source img') !== null")
-        assert not page.run(shown, "#strength")
-        assert not page.run(shown, "[title='Paint a mask']")
-        made = desk.make("frog face", 2)
-        assert (made.edit, made.reference.shape) == (None, (16, 16, 3))
-        assert not page.complaints()
+        assert (page.run(VALUE, "#size"), page.run(VALUE, "#steps")) == ("32x24", "9")
+        for part in ("#loras-part", "#tab-rank"):
+            assert page.run("return document.querySelector(args[0]).hidden", part)
 
 
 def test_a_page_of_another_port_changes_nothing(window):

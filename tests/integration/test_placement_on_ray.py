@@ -7,9 +7,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -22,35 +20,20 @@ from plait_deploy.on_ray.nodes import LABEL
 from support.asking import ask
 from support.cluster import TESTS, stop_shared
 from support.server import free_port
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 _START_S = 240.0
 
 
-@contextmanager
-def local() -> Iterator[LocalNodes]:
+@pytest.fixture
+def ray_nodes() -> Iterator[LocalNodes]:
     """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.cluster.attached`), and
     kill nodes (`lose`). It takes ten seconds to start, and each node two or three."""
     stop_shared()  # a process is attached to one Ray at a time
     with patient_start(_START_S), local_nodes() as nodes:
         yield nodes
-
-
-@pytest.fixture
-def ray_nodes() -> Iterator[LocalNodes]:
-    """The same for one test."""
-    with local() as nodes:
-        yield nodes
-
-
-def wait_for(done: Callable[[], bool], what: Callable[[], str], *, limit_s: float) -> None:
-    """Return when `done`. Raises `TimeoutError` that says `what` after `limit_s`."""
-    until_s = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > until_s:
-            raise TimeoutError(what())
-        time.sleep(0.3)
 
 
 PATIENCE_S = 300.0
@@ -63,11 +46,10 @@ recommend: null
 CLUSTER = "nodes: [{name: a, cpus: 8, memory_gib: 8, gpus: 2}, {name: b, cpus: 8, memory_gib: 8, gpus: 2}]"
 
 
-def test_the_planner_moves_what_lost_its_node_and_nothing_else():
+def test_the_planner_moves_what_lost_its_node_and_nothing_else(ray_nodes):
     """Six deployments grow, lose a node, get another one, shrink, and two large replicas come: all run after each
     step, on GPUs that they share with nobody else, and none ended that had its node and was wanted."""
-    with local() as nodes:
-        phases = play(PLAIT, SMALL, nodes, say=print, patience_s=PATIENCE_S)
+    phases = play(PLAIT, SMALL, ray_nodes, say=print, patience_s=PATIENCE_S)
     assert [phase.name for phase in phases] == ["start", *(step.name for step in SMALL.steps)]
     assert [phase.without for phase in phases] == [0] * 6
     assert [phase.restarted for phase in phases] == [0] * 6
@@ -127,7 +109,7 @@ class Server:
 
     def wait(self, done):
         gauges = ("plait_node_gpus", "plait_node_idle_gpus", "plait_node_stranded_gpus")
-        wait_for(done, lambda: f"{self.serve.status()} {[*map(self.gauge, gauges)]}", limit_s=PATIENCE_S)
+        wait_for(done, PATIENCE_S, what=lambda: f"{self.serve.status()} {[*map(self.gauge, gauges)]}")
 
 
 def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path, capsys):

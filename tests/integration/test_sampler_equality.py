@@ -17,7 +17,6 @@ from plait_serving.diffusion.values import (
     Edit,
     Failed,
     Finished,
-    ImageRequest,
     LoraPolicy,
     LoraRef,
     Preview,
@@ -29,7 +28,7 @@ from plait_serving.diffusion.values import (
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image
 from support.engine_probe import WAIT_S
-from support.rig import rig_of, sd, sdxl
+from support.rig import ask, rig_of, sd, sdxl
 from support.tiny import IMAGE_SIZE
 
 __all__ = ["rig_of", "sd", "sdxl"]
@@ -45,15 +44,6 @@ RANDOM = [
 ]  # fmt: skip
 TINY_LAYERS = 3
 RANDOM_IDS = ["ddpm", "dpmpp_2m_sde", "dpmpp_sde", "euler_a", "ddim-eta"]
-
-
-def ask(seed: int, **more) -> ImageRequest:
-    """A small request with defaults."""
-    fields = {
-        "request_id": f"r{seed}", "prompt": "a red cat", "negative_prompt": "blue", "width": IMAGE_SIZE,
-        "height": IMAGE_SIZE, "steps": 5, "guidance_scale": 2.0, "seed": seed, "scheduler": Scheduler.EULER, **more,
-    }  # fmt: skip
-    return ImageRequest(**fields)
 
 
 @pytest.mark.parametrize("scheduler", Scheduler)

@@ -12,12 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,22 +26,21 @@ from plait.cli import main as root
 from plait.demo.ranking import PEOPLE
 from plait.server.environment import RAY_ENVIRONMENT
 from support.asking import ask
-from support.prometheus import lint
 from support.server import REPOSITORY, free_port
+from support.waiting import wait_for
 
-pytestmark = pytest.mark.cluster
-
-_START_S = 120.0
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @dataclass(frozen=True)
 class RayHead:
-    """Where its dashboard and its node's metrics are, where nodes join, and the environment in which commands find its
+    """Where its dashboard and its node's metrics are, its address, and the environment in which commands find its
     token."""
 
     dashboard: str
     metrics: str
-    address: str
+    host: str
+    port: int
     environ: Mapping[str, str]
 
     def serve(self, *arguments: str) -> str:
@@ -60,51 +56,40 @@ class RayHead:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    @contextmanager
-    def node(self, num_cpus: int, *, drain_s: int) -> Iterator[subprocess.Popen[bytes]]:
+    def node(self, num_cpus: int, *, drain_s: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
         """Another node, as a pod starts one; asked to end it has `drain_s`."""
-        options = {
-            "address": self.address,
-            "dashboard-agent-listen-port": free_port(),
-            "dashboard-agent-grpc-port": free_port(),
-            "metrics-export-port": free_port(),
-            "min-worker-port": 0,
-            "max-worker-port": 0,
-            "node-ip-address": self.address.partition(":")[0],
-            "num-cpus": num_cpus,
-            "object-store-memory": 200 << 20,
-        }
         environ = {**self.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain_s)}
-        command = [*_START, *_options(options)]
-        process = _joined(command, environ)
-        try:
-            yield process
-        finally:
-            _end(process)
+        return ray_node(self.host, num_cpus, environ, address=f"{self.host}:{self.port}")
 
 
-def _joined(command: Sequence[str | Path], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A node that has joined. A busy host exceeds Ray's own limits, which no option raises: it is started again."""
+@contextmanager
+def ray_node(
+    host: str, num_cpus: int, environ: Mapping[str, str], *flags: str, **options: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A node that has started, gone with all its processes afterwards (`ray stop` would end everybody's). A busy host
+    exceeds Ray's own limits, which no option raises: it is started again."""
+    options = {
+        "dashboard_agent_listen_port": free_port(), "dashboard_agent_grpc_port": free_port(),
+        "metrics_export_port": free_port(), "min_worker_port": 0, "max_worker_port": 0, "node_ip_address": host,
+        "num_cpus": num_cpus, "object_store_memory": 200 << 20, **options,
+    }  # fmt: skip
+    named = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    command = [Path(sys.executable).parent / "ray", "start", "--block", *flags, *named]
     for _ in range(3):
         process = subprocess.Popen(command, env=environ, start_new_session=True, stdout=subprocess.PIPE)
         assert process.stdout is not None
-        if any(b"Ray runtime started" in line for line in process.stdout):
-            return process
-        _end(process)
+        try:
+            if any(b"Ray runtime started" in line for line in process.stdout):
+                yield process
+                return
+        finally:
+            _end(process)
     raise AssertionError("the node did not start")
-
-
-_START = (Path(sys.executable).parent / "ray", "start", "--block")
-
-
-def _options(options: Mapping[str, object]) -> list[str]:
-    return [f"--{key}={value}" for key, value in options.items()]
 
 
 @contextmanager
 def ray_head(num_cpus: int = 6, *, host: str = "127.0.0.1") -> Iterator[RayHead]:
-    """A head of our own, gone with all its processes afterwards (`ray stop` would end everybody's). `host`: its
-    address, which is not loopback if nodes are to join."""
+    """A head of our own. `host`: its address, which is not loopback if nodes are to join."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         token = Path(folder) / "token"
         token.write_text(secrets.token_hex(32))
@@ -114,40 +99,27 @@ def ray_head(num_cpus: int = 6, *, host: str = "127.0.0.1") -> Iterator[RayHead]
         environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0" if host == "127.0.0.1" else "1"
         environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # else it waits for 30 s for replicas to move elsewhere
         dashboard, metrics, port = free_port(), free_port(), free_port()
-        options = {
-            "port": port,
-            "dashboard-host": "127.0.0.1",
-            "dashboard-port": dashboard,
-            "dashboard-agent-listen-port": free_port(),
-            "dashboard-agent-grpc-port": free_port(),
-            "metrics-export-port": metrics,
-            "ray-client-server-port": free_port(),
-            "min-worker-port": 0,
-            "max-worker-port": 0,
-            "node-ip-address": host,
-            "num-cpus": num_cpus,
-            "object-store-memory": 200 << 20,
-            "temp-dir": f"{folder}/r",
-        }
-        with (Path(folder) / "log").open("w+") as log:
-            process = subprocess.Popen(
-                [*_START, "--head", "--include-dashboard=true", *_options(options)],
-                stdout=log,
-                stderr=log,
-                env=environ,
-                start_new_session=True,
+        more = {
+            "port": port, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard, "metrics_export_port": metrics,
+            "ray_client_server_port": free_port(), "temp_dir": f"{folder}/r",
+        }  # fmt: skip
+        with ray_node(host, num_cpus, environ, "--head", "--include-dashboard=true", **more):
+            head = RayHead(
+                dashboard=f"http://127.0.0.1:{dashboard}",
+                metrics=f"http://127.0.0.1:{metrics}/metrics",
+                host=host,
+                port=port,
+                environ=environ,
             )
-            try:
-                head = RayHead(
-                    dashboard=f"http://127.0.0.1:{dashboard}",
-                    metrics=f"http://127.0.0.1:{metrics}/metrics",
-                    address=f"{host}:{port}",
-                    environ=environ,
-                )
-                _wait(head, process, Path(folder) / "log")
-                yield head
-            finally:
-                _end(process)
+            wait_for(lambda: _answers(f"{head.dashboard}/api/gcs_healthz"))
+            yield head
+
+
+def _answers(url: str) -> bool:
+    try:
+        return ask(url).status == 200
+    except OSError:
+        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -156,30 +128,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(120)
     except subprocess.TimeoutExpired:
         process.kill()
-    _kill_session(process.pid)
+    for pid in _session_of(process):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def _wait(head: RayHead, process: subprocess.Popen[bytes], log: Path) -> None:
-    until_s = time.monotonic() + _START_S
-    while time.monotonic() < until_s and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{head.dashboard}/api/gcs_healthz", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.3)
-    raise AssertionError(f"Ray did not start:\n{log.read_text()[-3000:]}")
-
-
-def _kill_session(leader: int) -> None:
-    """Kill what is left of the session that the head led."""
+def _session_of(leader: subprocess.Popen[bytes]) -> Iterator[int]:
+    """The processes of the session that it leads."""
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                pid = int(entry.name)
-                if os.getsid(pid) == leader:
-                    os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+        with suppress(ValueError, OSError):
+            if os.getsid(int(entry.name)) == leader.pid:
+                yield int(entry.name)
 
 
 READY_S = 300.0
@@ -245,10 +204,7 @@ class Cluster:
         return next((it["limits"]["max_steps"] for it in found["data"] if "limits" in it), None)
 
     def wait(self, done, what: str) -> None:
-        until_s = time.monotonic() + READY_S
-        while not done():
-            assert time.monotonic() < until_s, f"{what}: {self.head.serve('status')[-3000:]}"
-            time.sleep(0.5)
+        wait_for(done, READY_S, what=lambda: f"{what}: {self.head.serve('status')[-3000:]}")
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +215,7 @@ def cluster(tmp_path_factory):
 
 def test_serve_deploy_of_the_yaml_answers_an_image_and_a_ranking(cluster, capsys):
     """Through Ray's REST API with a token, as on a cluster; the image is a PNG, the films are ranked."""
-    cluster.deploy(capsys, max_steps=40)
-    cluster.wait(lambda: cluster.ask("/health")[0] == 200, "not ready")
+    two_of_each(cluster, capsys)
     status, image = cluster.image()
     assert status == 200, image
     assert base64.b64decode(image["data"][0]["b64_json"]).startswith(b"\x89PNG")
@@ -268,48 +223,19 @@ def test_serve_deploy_of_the_yaml_answers_an_image_and_a_ranking(cluster, capsys
     assert status == 200, ranked
     scores = [it["score"] for it in ranked["items"]]
     assert scores == sorted(scores, reverse=True)
-    assert cluster.max_steps() == 40
 
 
-def test_dashboards_and_alerts_read_metrics_that_are_there(cluster, capsys):
-    """Every metric of deploy/dashboards is in the /metrics of a server that has made an image and ranked."""
-    if cluster.max_steps() is None:
-        cluster.deploy(capsys, max_steps=40)
-        cluster.wait(lambda: cluster.ask("/health")[0] == 200, "not ready")
-    assert (cluster.image()[0], cluster.ranking()[0]) == (200, 200)
-    text = ask(f"http://127.0.0.1:{cluster.port}/metrics").text
-    there = set(re.findall(r"^(?:# TYPE )?(plait_\w+)", text, re.MULTILINE))
-    named = {
-        name
-        for file in (REPOSITORY / "deploy" / "dashboards").iterdir()
-        for name in re.findall(r"\bplait_\w+", file.read_text())
-    }
-    assert len(named) > 20
-    assert named - there == set()
-    assert list(lint(text)) == []
-
-
-@pytest.mark.slow
 def test_a_burst_spreads_over_the_replicas(cluster, capsys):
     """`deploy/burst.py` against two replicas of the engine: Ray's own counts say who had what."""
     two_of_each(cluster, capsys)
     cluster.image()
-    command = [
-        sys.executable,
-        REPOSITORY / "deploy" / "burst.py",
-        "--url",
-        f"http://127.0.0.1:{cluster.port}",
-        "--replicas",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, "--metrics", cluster.head.metrics], capture_output=True, text=True, timeout=200, check=False
-    )
+    command = [sys.executable, REPOSITORY / "deploy" / "burst.py", "--url", f"http://127.0.0.1:{cluster.port}"]
+    options = ["--replicas", "2", "--metrics", cluster.head.metrics]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
     """Two ingresses, two engines, two CNs and one HN, a load that never stops, a second version: every request is
     answered, and none is asked to come back."""
@@ -332,7 +258,6 @@ def two_of_each(cluster, capsys) -> None:
     cluster.wait(lambda: "UPDATING" not in cluster.head.serve("status"), "not upgraded")
 
 
-@pytest.mark.slow
 def test_a_node_that_is_asked_to_end_loses_no_request(tmp_path, capsys):
     """SIGTERM to a node with replicas, three hundred requests meanwhile: Ray moves the replicas within the time that a
     pod gives it, and no request is lost."""
@@ -353,19 +278,8 @@ def test_a_node_that_is_asked_to_end_loses_no_request(tmp_path, capsys):
 
 def replicas_of(node: subprocess.Popen[bytes]) -> set[str]:
     """The deployments that have a replica on a node."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and process_session(int(entry.name)) == node.pid:
-            title = (entry / "cmdline").read_text(errors="replace")
-            found |= set(re.findall(r"^ray::ServeReplica:plait:([^ .#\0]+)", title))
-    return found
-
-
-def process_session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return None
+    titles = [Path(f"/proc/{pid}/cmdline").read_text(errors="replace") for pid in _session_of(node)]
+    return {name for title in titles for name in re.findall(r"^ray::ServeReplica:plait:([^ .#\0]+)", title)}
 
 
 @contextmanager

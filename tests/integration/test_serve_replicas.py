@@ -1,19 +1,26 @@
-"""Two ingresses and two engines: one of them is missed by nobody, and whoever is asked knows what all have done."""
+"""`plait serve` from start to the last process gone: real Ray, Serve, HTTP and signals around the fake engine.
+
+Of two ingresses and two engines one is missed by nobody, and whoever is asked knows what all have done.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from plait.server import processes
+from plait_serving.cores import socket_folder
 from support.asking import ask
 from support.paused import pause
 from support.prometheus import found, total
@@ -35,19 +42,98 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, loras: Path) -> Iterator[PlaitServer]:
-    """A server of the fake engine."""
-    port = free_port()
-    root, environ = tmp_path_factory.mktemp("replicas"), {"FAKE_LORAS": str(loras)}
+def direct_port() -> int:
+    """Where the ingresses answer without Serve's proxy."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory, loras: Path, direct_port: int) -> Callable[[], PlaitServer]:
+    """Starts `plait serve` around the fake engine, always on the same port, with a home that does not exist."""
+    root, port = tmp_path_factory.mktemp("replicas"), free_port()
     arguments = [str(port), "server.ingress_replicas=2", "images.replicas=2", "server.a1111_api=true"]
     arguments += ["server.trusted_proxies=[127.0.0.1]", "server.allowed_hosts=[pub.example]"]
-    arguments += [f"images.results.folder={root / 'kept'}"]
-    started = PlaitServer.launch(FAKE, arguments, port=port, root=root, environ=environ)
+    arguments += [f"images.results.folder={root / 'kept'}", f"server.direct_port={direct_port}"]
+    environ = {"FAKE_LORAS": str(loras), "HOME": str(root / "no-home")}
+    return lambda: PlaitServer.launch(FAKE, arguments, port=port, root=root, environ=environ)
+
+
+@pytest.fixture(scope="module")
+def server(launch: Callable[[], PlaitServer], direct_port: int) -> Iterator[PlaitServer]:
+    """It runs until Ctrl-C."""
+    running = launch()
     try:
-        yield started.wait_ready()
+        yield running.wait_ready()
+        _ends_on_ctrl_c(running, direct_port)
     finally:
-        if started.process.poll() is None:
-            started.kill_and_clean()
+        if running.process.poll() is None:
+            running.kill_and_clean()
+
+
+def _ends_on_ctrl_c(server: PlaitServer, direct_port: int) -> None:
+    """What runs is finished, who comes is refused, and nothing is left."""
+    home, record = server.state_folder.parents[1] / "no-home", server.record()
+    left, gone = server.members(), [server.state_folder / "run.json", Path(record.ray_folder or ""), home]
+    replica, own = socket_of(server.replica_pids("engine")[0]), socket_of(os.getpid())
+    steps = total(scrape_of_all(server), "fake_steps_total")
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.generate, url=url_of(direct_port), prompt="slow", num_inference_steps=40)
+        wait_for(lambda: server.metric("fake_steps_total") > steps)
+        os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
+        late = server.generate(prompt="late", num_inference_steps=1)
+        while late[0] == 200:  # it has not begun to drain
+            late = server.generate(prompt="late", num_inference_steps=1)
+        assert (late[0], late[1]["error"]["type"]) == (503, "server_error")
+        assert not asked.done()
+        assert asked.result()[0] == 200
+    assert server.wait() == 0
+    assert processes.wait_until_gone(left, timeout_s=0) == []
+    assert [path for path in gone if path.exists()] == []
+    for freed in (server.port, direct_port):
+        socket.create_server(("127.0.0.1", freed)).close()
+    assert (replica.exists(), own.exists()) == (False, True)
+    own.unlink()
+
+
+def url_of(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def socket_of(pid: int) -> Path:
+    """A socket as a replica with that process leaves it when Ray kills it (finding 12)."""
+    path = socket_folder() / f"rank-{pid}-0a1b2c3d"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+    return path
+
+
+def test_the_next_server_cleans_up_after_kill_minus_9(
+    server: PlaitServer, launch: Callable[[], PlaitServer], direct_port: int
+) -> None:
+    """While one runs another is refused; of one that was killed the next leaves nothing, and answers in its place."""
+    second = launch()
+    assert second.wait(300) == 1
+    told = second.errors()
+    assert f"plait already serves on port {server.port} (process {server.process.pid})" in told
+    assert url_of(direct_port) in told
+    old = server.members()
+    assert len(old) > 5
+    server.process.kill()
+    server.wait()
+    server.process = launch().wait_ready().process
+    assert processes.wait_until_gone(old, timeout_s=0) == []
+    assert server.generate(prompt="x", num_inference_steps=1)[0] == 200
+
+
+def test_a_request_keeps_its_id_and_errors_are_told(server: PlaitServer, direct_port: int) -> None:
+    """With Serve's proxy and without it."""
+    for url in (server.url, url_of(direct_port)):
+        status, body, headers = server.generate(prompt="x", headers={"x-request-id": "abc"}, url=url)
+        assert (status, len(body["data"])) == (200, 1)
+        assert [value for name, value in headers.items() if name.lower() == "x-request-id"] == ["abc"]
+        assert server.generate(prompt="nan", url=url)[0] == 500
+        assert server.generate(prompt="x", headers={"host": "evil.example"}, url=url)[0] == 403
 
 
 def counters(server: PlaitServer) -> dict[tuple[str, ...], float]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import shutil
+import queue
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,9 +21,9 @@ from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.models import switching
-from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import ControlNetSection, ImagesSection
+from support.denoise import make_request
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 
 WAIT_S = 60.0
@@ -32,11 +31,7 @@ KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
 
 
 def asked(model: str = "", prompt: str = "red apple", **more) -> ImageRequest:
-    fields = {
-        "request_id": f"{model} {prompt}", "width": 32, "height": 32, "steps": 4, "guidance_scale": 4.0, "seed": 3,
-        "scheduler": Scheduler.EULER, **more,
-    }  # fmt: skip
-    return ImageRequest(prompt=prompt, model=model, **fields)
+    return make_request(request_id=f"{model} {prompt}", prompt=prompt, model=model, **more)
 
 
 @pytest.fixture(scope="module")
@@ -106,31 +101,6 @@ def sizes(folders) -> dict[str, int]:
     return {name: model.nbytes for name, model in engine.pool.models.items()}
 
 
-class Waiting:
-    """Collects the events of requests that run at once."""
-
-    def __init__(self, engine) -> None:
-        self.engine = engine
-        self.last: dict[str, object] = {}
-        self._ended = threading.Semaphore(0)
-        self._count = 0
-
-    def submit(self, request) -> None:
-        self._count += 1
-        self.engine.submit(request, lambda event: self._sink(request.request_id, event))
-
-    def _sink(self, name, event) -> None:
-        if isinstance(event, Finished | Failed):
-            self.last[name] = event
-            self._ended.release()
-
-    def all(self) -> dict[str, object]:
-        for _ in range(self._count):
-            assert self._ended.acquire(timeout=WAIT_S)
-        self._count = 0
-        return self.last
-
-
 def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(folders, engine_of, alone, sizes):
     """With memory for one of three, requests for all in turn get the images of three servers, bit for bit."""
     several = engine_of(folders, memory_bytes=max(sizes.values()))
@@ -150,21 +120,6 @@ def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(f
     assert statistics.nbytes <= statistics.budget_bytes
 
 
-def test_requests_for_all_models_at_once_are_all_answered(folders, engine_of, alone, sizes):
-    """Nobody starves where memory has room for one, and each image is of the model that was asked for."""
-    several = engine_of(folders, memory_bytes=max(sizes.values()))
-    requests = [asked(name, f"{word} apple", seed=i) for i, word in enumerate(("red", "green")) for name in folders]
-    waiting = Waiting(several)
-    for request in requests:
-        waiting.submit(request)
-    ended = waiting.all()
-    for request in requests:
-        event = ended[request.request_id]
-        assert isinstance(event, Finished), event
-        theirs = alone(request)[0].astype(int)
-        assert np.abs(event.result.images[0].astype(int) - theirs).max() <= 1
-
-
 def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
     folders, engine_of, alone, sizes, monkeypatch
 ):
@@ -176,26 +131,15 @@ def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
     image = np.full((32, 32, 3), 200, np.uint8)
     first = asked("b", "asked for first")
     long = asked("a", "the long one", steps=80, controlnets=(ControlRef(name="edges", image=image),))
-    waiting, both_are_there = Waiting(several), threading.Event()
+    ended, both_are_there = queue.Queue(), threading.Event()
     several.between_steps(lambda: both_are_there.wait(WAIT_S))
-    waiting.submit(first)
-    waiting.submit(long)
+    for request in (first, long):
+        several.submit(request, lambda event: ended.put(event) if isinstance(event, Finished | Failed) else None)
     both_are_there.set()
-    ended = waiting.all()
-    assert list(ended) == [first.request_id, long.request_id]
+    results = [ended.get(timeout=WAIT_S).result for _ in range(2)]
+    assert [result.request_id for result in results] == [first.request_id, long.request_id]
     assert several.pool.statistics().loads == 2
-    np.testing.assert_array_equal(ended[long.request_id].result.images[0], alone(long)[0])
-
-
-def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of, sizes, monkeypatch):
-    """Of two that load equally fast, the third model takes the place of the one that was idle for longest."""
-    monkeypatch.setattr(Model, "load_s", 1.0)
-    several = engine_of(folders, memory_bytes=sizes["xl"] + sizes["a"])
-    engine = several
-    assert engine.pool.statistics().resident == ("a",)
-    for name in ("b", "a", "xl"):
-        engine.generate(asked(name), timeout_s=WAIT_S)
-    assert engine.pool.statistics().resident == ("a", "xl")
+    np.testing.assert_array_equal(results[1].images[0], alone(long)[0])
 
 
 def test_the_memory_of_a_model_that_leaves_is_free_at_once(folders, engine_of):
@@ -225,19 +169,6 @@ def test_models_of_a_family_share_a_controlnet_and_others_do_not_have_it(folders
     assert len(loaded) == 1
     with pytest.raises(NotFound, match="edges"):
         several.generate(asked("xl", controlnets=control), timeout_s=WAIT_S)
-
-
-def test_a_model_that_vanishes_fails_its_requests_alone(folders, engine_of, tmp_path):
-    """Its requests end with one sentence, the other model's go on; once it is back it is served again."""
-    moved = tmp_path / "b"
-    shutil.copytree(folders["b"].model, moved)
-    several = engine_of({"a": folders["a"], "b": replace(folders["b"], model=moved)})
-    kept = moved.rename(tmp_path / "away")
-    with pytest.raises(ModelError, match="b"):
-        several.generate(asked("b"), timeout_s=WAIT_S)
-    several.generate(asked("a"), timeout_s=WAIT_S)
-    kept.rename(moved)
-    several.generate(asked("b"), timeout_s=WAIT_S)
 
 
 def test_a_model_larger_than_the_budget_is_refused_by_name(folders, engine_of, sizes):

@@ -13,7 +13,8 @@ from plait_serving.diffusion.assemble import EngineSettings, build_engine, build
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.memory import MemoryReader
-from plait_serving.diffusion.values import ImageRequest, Scheduler
+from plait_serving.diffusion.values import Scheduler
+from support.denoise import make_request
 from support.text_encoders import SeenEncoders, schnell_of, seen
 from support.tiny_flow import tiny_flux
 from support.waiting import wait_for
@@ -24,10 +25,9 @@ PROMPTS = ("a red cat", "two dogs")
 
 
 def image(engine: Engine, prompt: str, model: str = "") -> np.ndarray:
-    request = ImageRequest(
-        request_id="r", prompt=prompt, model=model, width=32, height=32, steps=2, guidance_scale=0.0, seed=1,
-        scheduler=Scheduler.EULER, max_sequence_length=16,
-    )  # fmt: skip
+    request = make_request(
+        prompt=prompt, model=model, steps=2, guidance_scale=0.0, scheduler=Scheduler.EULER, max_sequence_length=16
+    )
     return engine.generate(request, timeout_s=60.0).images[0]
 
 

@@ -17,9 +17,6 @@ from plait_disagg.errors import DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.wire import done_message, failed_header, parse_dense
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.scale import Gauge, ScaleState, Scaling, decide, hn_pressure
-from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Channel, FabricError
 from support.log_file import LogFile, log_file
@@ -236,92 +233,6 @@ async def test_lines_follow_the_number_of_hns(rig: Rig) -> None:
     rig.hn(name=names[2])
     await until(lambda: cn.metrics()["hns"] == 2)
     await _right(rig.local(cn))
-
-
-async def test_ingresses_follow_the_number_of_cns(rig: Rig) -> None:
-    """The same lines, the other way round."""
-    rig.front(rig.whole(), name="a")
-    ranker = await rig.ranker("a", "b", replicas=1, max_replicas=2)
-    second = rig.front(rig.whole(), name="b")
-    await until(lambda: ranker.metrics()["workers"] == 2)
-    second.stop(drain_s=0.5)
-    await until(lambda: ranker.metrics()["workers"] == 1)
-    for seed in range(4):
-        await _right(ranker, seed)
-
-
-async def test_hns_scale_up_and_down_with_a_step_load(rig: Rig) -> None:
-    """Two CNs keep one HN's windows full: a second one is started, found and used. The load goes: it is stopped again.
-    No request is lost on the way."""
-    names = ("hn0", "hn1", "hn2")
-    fleet = _Fleet(rig, names)
-    cns = [rig.cn(None, *names, hns=1, max_hns=3, knobs=ONE_BY_ONE) for _ in range(2)]
-    for cn in cns:
-        await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
-    rankers = [rig.local(cn) for cn in cns]
-    callers = [asyncio.ensure_future(_call(rankers[i % 2], fleet, stays=i == 0)) for i in range(12)]
-    scaling = asyncio.ensure_future(fleet.run())
-    await until(lambda: min(_hns(cn) for cn in cns) >= 2)
-    fleet.hurry = False
-    await until(lambda: max(_hns(cn) for cn in cns) == 1)
-    fleet.calling = False
-    assert sum(await asyncio.gather(*callers)) > 12
-    await scaling
-
-
-def _hns(cn: CnCore) -> float:
-    return cn.metrics()["hns"]
-
-
-ONE_BY_ONE = WorkerKnobs(largest_batch_rows=3)
-"""Batches of one request: an HN has so much to do, however they come."""
-
-
-class _Fleet:
-    """HNs of 20 ms a batch, as many as `scale.decide` says by their counters."""
-
-    def __init__(self, rig: Rig, names: tuple[str, ...]) -> None:
-        """One HN at first."""
-        self.calling = self.hurry = True
-        self._rig, self._names = rig, names
-        self._state = ScaleState()
-        self._scaling = Scaling(max_replicas=len(names), up_after_s=0.3, down_after_s=0.5)
-        self._hns: list[tuple[HnWorker, Gauge]] = []
-        self._start()
-
-    def _start(self) -> None:
-        hn = self._rig.hn(kit.FakeDense(slow_s=0.02), name=self._names[len(self._hns)])
-        hn.reconfigure(ONE_BY_ONE)
-        gauge = Gauge(hn.metrics, lambda before, after, s: hn_pressure(before, after, s, largest_batch_rows=3))
-        self._hns.append((hn, gauge))
-
-    async def run(self) -> None:
-        """Decides every tenth of a second."""
-        while self.calling:
-            await asyncio.sleep(0.1)
-            self._step()
-
-    def _step(self) -> None:
-        wanted, self._state = decide(
-            [gauge.read() for _, gauge in self._hns], replicas=len(self._hns), scaling=self._scaling,
-            state=self._state, now_s=time.monotonic(),
-        )  # fmt: skip
-        while len(self._hns) < wanted:
-            self._start()
-        while len(self._hns) > wanted:
-            self._hns.pop()[0].stop(drain_s=1.0)
-
-
-async def _call(ranker: Ranker, fleet: _Fleet, *, stays: bool) -> int:
-    """Asks one request after the other, without a pause; when there is no hurry, with one, or no more. How many were
-    answered, all of them rightly."""
-    answered = 0
-    while fleet.calling and (fleet.hurry or stays):
-        await _right(ranker, answered)
-        answered += 1
-        if not fleet.hurry:
-            await asyncio.sleep(1.0)
-    return answered
 
 
 async def test_urgent_batches_pass_others_at_the_hn(rig: Rig) -> None:

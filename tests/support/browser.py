@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +163,13 @@ class Browser:
                 raise JavaScriptError(json.load(error)["value"]["message"].splitlines()[0]) from None
 
 
-@contextmanager
-def chromium(folder: Path) -> Iterator[Callable[..., Browser]]:
-    """What opens windows, which know nothing of each other. Starting Chromium takes seconds, so that a window that was
-    closed lends its own to the next."""
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Browser]]:
+    """``window(width=, height=, dark=)`` opens one, which knows nothing of the others. Starting Chromium takes seconds,
+    so that a window that was closed lends its own to the next."""
     assert DRIVER is not None
     process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    folder = tmp_path_factory.mktemp("browser")
     opened: list[Browser] = []
     spare: list[Browser] = []
     assert process.stdout is not None
@@ -177,13 +177,13 @@ def chromium(folder: Path) -> Iterator[Callable[..., Browser]]:
         line = next(line for line in process.stdout if "started successfully on port" in line)
         url = f"http://127.0.0.1:{line.rstrip(' .' + chr(10)).rsplit(' ', 1)[1]}"
 
-        def window(**how: Any) -> Browser:
+        def open_window(**how: Any) -> Browser:
             if not spare:
                 spare.append(Browser(url, folder / f"profile-{len(opened)}", spare))
                 opened.append(spare[-1])
             return spare.pop().shape(**how)
 
-        yield window
+        yield open_window
     finally:
         for browser in opened:
             browser.end()

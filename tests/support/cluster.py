@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plait.server.environment import patient_start
+from plait.config import ServerSection
+from plait.server.environment import RAY_ENVIRONMENT, patient_start
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.images.config import ImagesSection
+from support.asking import ask
 from support.server import free_port
+from support.waiting import wait_for
 
 TESTS = Path(__file__).resolve().parents[1]
 _START_S = 240.0
@@ -40,6 +46,34 @@ def shared_serve() -> Iterator[SharedServe]:
     stop_shared()
 
 
+@pytest.fixture(scope="session")
+def starters(shared_serve: SharedServe) -> Callable[[], str]:
+    """Returns the address of a server with the starter models on the session's Ray, which the first who asks starts. It
+    runs to the end of that: who takes it comes last (conftest)."""
+
+    @cache
+    def url() -> str:
+        from plait.app import AppArgs, build
+
+        images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
+        args = AppArgs(images=images, server=ServerSection(drain_s=2))
+        shared_serve.serve.run(build(args), name="starters", route_prefix="/")
+        address = f"http://127.0.0.1:{shared_serve.port}"
+        wait_for(lambda: is_ready(address), timeout_s=240)
+        return address
+
+    return url
+
+
+def is_ready(url: str) -> bool:
+    """Whether the server there has all its models."""
+    try:
+        answer = ask(url + "/v2/health/ready")
+    except OSError:
+        return False
+    return answer.status == 200 and answer.json()["ready"] is True
+
+
 _STARTED = ExitStack()
 _is_started = False
 
@@ -51,13 +85,12 @@ def stop_shared() -> None:
 
 @contextmanager
 def _local_serve() -> Iterator[SharedServe]:
-    """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can."""
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as `plait serve` does: other tests keep the cores busy
+    """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can (`PYTHONPATH`)."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     import ray
     from ray import serve
 
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # for busy machines; Serve's default is 5
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         port = free_port()
         with patient_start(_START_S):
@@ -67,7 +100,6 @@ def _local_serve() -> Iterator[SharedServe]:
                 include_dashboard=False,
                 log_to_driver=False,
                 object_store_memory=100 << 20,
-                runtime_env={"env_vars": {"PYTHONPATH": path}},
                 _temp_dir=f"{folder}/1",
                 _node_ip_address="127.0.0.1",
             )

@@ -22,7 +22,7 @@ from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.protocols import ActiveControl, ControlNetClient, Denoiser, StepCall
-from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
+from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, Scheduler
 
 SCHEDULER_CLASSES = {
     Scheduler.DDIM: diffusers.DDIMScheduler,
@@ -51,6 +51,24 @@ def make_request(**changes: Any) -> ImageRequest:
 def control_image(seed: int, side: int = 32) -> np.ndarray:
     """A random ``uint8 (side, side, 3)`` image."""
     return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+def _mask() -> np.ndarray:
+    """Its edge is no multiple of a latent, with grey values on both sides of a half in rows that latents are taken
+    from."""
+    found = np.zeros((32, 32), np.uint8)
+    found[5:22, 3:18] = 255
+    found[22:24, 3:18] = 127
+    found[24:26, 3:18] = 128
+    return found
+
+
+IMAGE, MASK = control_image(5), _mask()
+EDITS = {
+    "img2img": Edit(image=IMAGE, strength=0.7),
+    "inpaint": Edit(image=IMAGE, mask=MASK, strength=0.7),
+    "anew": Edit(image=IMAGE, mask=MASK, strength=1.0),
+}
 
 
 @dataclass

@@ -177,6 +177,7 @@ images:
   model: ./sd
   name: tiny
   dtype: float32
+  executor: torch
   loras: {folder: loras}
   controlnets:
     edges: {folder: cn-edges, preprocessor: edges, replicas: 2, threads: 1}
