@@ -84,8 +84,8 @@ class FakeRanker:
         return self.missing
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the number of requests ranked."""
-        return {"requests_total": float(len(self.ranked))}
+        """Return the numbers of requests ranked and waiting."""
+        return {"requests_total": float(len(self.ranked)), "waiting": 0.0}
 
     async def close(self, *, drain_s: float) -> None:
         """Do nothing: nothing waits."""
