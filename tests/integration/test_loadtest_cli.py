@@ -111,7 +111,7 @@ def test_compare_ends_with_99_on_a_regression(url, tmp_path):
     0."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     assert loadtest(*quick(url, "--json", a)).exit_code == 0
-    assert loadtest(*quick(url, "--path", "/503", "--json", b)).exit_code == 1
+    assert loadtest(*quick(url, "--path", "/503", "--json", b)).exit_code == 99
     worse = loadtest("compare", a, b)
     assert worse.exit_code == 99, worse.stderr
     assert "error_rate" in worse.stdout
