@@ -22,7 +22,7 @@ from support.server import REPOSITORY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-DEMO_S = 300
+DEMO_S = 840
 
 
 @pytest.fixture(scope="module")

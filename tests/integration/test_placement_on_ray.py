@@ -28,10 +28,13 @@ _START_S = 240.0
 
 
 @pytest.fixture
-def ray_nodes() -> Iterator[LocalNodes]:
+def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNodes]:
     """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.cluster.attached`), and
     kill nodes (`lose`). It takes ten seconds to start, and each node two or three."""
-    stop_shared()  # a process is attached to one Ray at a time
+    # A process is attached to one Ray at a time. Serve's threads outlive the session's: what they still ask would start
+    # another, behind this test's back.
+    monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)
+    stop_shared()
     with patient_start(_START_S), local_nodes() as nodes:
         yield nodes
 
