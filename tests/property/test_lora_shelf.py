@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -184,6 +185,26 @@ def ready(shelf: CachePolicy[int], ticket: int, *keys: Key) -> None:
     assert admission is not None
     for key in admission.to_load:
         shelf.loaded(key, 1)
+
+
+def test_releasing_what_was_not_taken_raises():
+    """A counting mistake is found where it happens."""
+    shelf: CachePolicy[int] = CachePolicy(5)
+    ready(shelf, 1, A)
+    shelf.release(1)
+    for ticket in (1, 2):
+        with pytest.raises(KeyError):
+            shelf.release(ticket)
+    assert shelf.users(A) == 0
+
+
+def test_more_bytes_than_reserved_raise():
+    """A file that turned out larger than announced does not slip past the budget."""
+    shelf: CachePolicy[int] = CachePolicy(5)
+    admit(shelf, 1, {A: 2})
+    with pytest.raises(ValueError, match="2 were reserved"):
+        shelf.loaded(A, 3)
+    assert not shelf.is_loaded(A)
 
 
 def test_sets_in_memory_overtake_a_bounded_number_of_times():

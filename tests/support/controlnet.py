@@ -88,11 +88,10 @@ class _OneByOne(torch.nn.Module):
         return torch.cat([self.inner(image) for image in images.split(1)])
 
 
-def load_twin(folder: Path, *, one_by_one: bool = True) -> ControlNetModel:
-    """diffusers' own model, freshly loaded; ``one_by_one`` pins how its image embedding rounds."""
+def load_twin(folder: Path) -> ControlNetModel:
+    """diffusers' own model, freshly loaded; one image at a time is embedded, which pins how that rounds."""
     model = ControlNetModel.from_pretrained(folder, local_files_only=True).eval()
-    if one_by_one:
-        model.controlnet_cond_embedding = _OneByOne(model.controlnet_cond_embedding)
+    model.controlnet_cond_embedding = _OneByOne(model.controlnet_cond_embedding)
     return model
 
 

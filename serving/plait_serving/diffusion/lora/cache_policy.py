@@ -154,7 +154,8 @@ class CachePolicy(Generic[T]):
     def loaded(self, key: Key, nbytes: int) -> tuple[Key, ...]:
         """Record that a load ended; `nbytes` is its actual size, at most what was reserved. Return the evicted keys."""
         entry = self._entries[key]
-        assert nbytes <= entry.nbytes, f"{key} takes {nbytes} bytes, {entry.nbytes} were reserved"
+        if nbytes > entry.nbytes:
+            raise ValueError(f"{key} takes {nbytes} bytes, {entry.nbytes} were reserved")
         entry.nbytes, entry.is_loaded = nbytes, True
         return self._make_room(0, keep=()) or ()
 
