@@ -64,12 +64,10 @@ class Constraint:
         """Parse a constraint over these knobs. Raises `SpaceError`, which quotes the text and names the problem."""
         tree, reader = _read(text, knobs, f"constraint `{text}`")
         if not _is_condition(tree):
-            msg = f"constraint `{text}` is no condition: it compares nothing"
-            raise SpaceError(msg)
+            raise SpaceError(f"constraint `{text}` is no condition: it compares nothing")
         term = reader.term(tree)
         if not reader.names:
-            msg = f"constraint `{text}` names no knob; they are {', '.join(knobs)}"
-            raise SpaceError(msg)
+            raise SpaceError(f"constraint `{text}` names no knob; they are {', '.join(knobs)}")
         return cls(text, frozenset(reader.names), term)
 
     def holds(self, config: Config) -> bool:
@@ -80,8 +78,7 @@ class Constraint:
             return bool(self._holds(config))
         except (TypeError, ArithmeticError) as error:
             values = ", ".join(f"{name} = {config[name]!r}" for name in sorted(self.names))
-            msg = f"constraint `{self.text}` cannot be computed for {values}: {error}"
-            raise SpaceError(msg) from error
+            raise SpaceError(f"constraint `{self.text}` cannot be computed for {values}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +99,25 @@ class Formula:
         try:
             found = self._term(config)
             if isinstance(found, bool) or not isinstance(found, int | float) or not 0.0 <= found < float("inf"):
-                msg = f"it is {found!r}"
-                raise TypeError(msg)
+                raise TypeError(f"it is {found!r}")
         except KeyError as error:
             msg = f"formula `{self.text}` names {error.args[0]}, which has no value in every configuration"
             raise SpaceError(msg) from error
         except (TypeError, ArithmeticError) as error:
             values = ", ".join(f"{name} = {value!r}" for name, value in config.items())
-            msg = f"formula `{self.text}` gives no number from 0 up for {values}: {error}"
-            raise SpaceError(msg) from error
+            raise SpaceError(f"formula `{self.text}` gives no number from 0 up for {values}: {error}") from error
         return float(found)
 
 
 def _read(text: str, knobs: Collection[str], what: str) -> tuple[ast.expr, _Reader]:
     """Return the tree of an expression, and what translates it. Raises `SpaceError`."""
     if len(text) > _LONGEST:
-        msg = f"{what.partition(' ')[0]}: it has {len(text)} characters, more than {_LONGEST}"
-        raise SpaceError(msg)
+        raise SpaceError(f"{what.partition(' ')[0]}: it has {len(text)} characters, more than {_LONGEST}")
     stand_ins = _stand_ins(text, knobs)
     try:
         tree = ast.parse(_with_stand_ins(text.strip(), stand_ins), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        msg = f"{what} cannot be read: {error}"
-        raise SpaceError(msg) from error
+        raise SpaceError(f"{what} cannot be read: {error}") from error
     return tree, _Reader(what, knobs, {short: name for name, short in stand_ins.items()})
 
 
@@ -151,8 +144,7 @@ def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 
     def on_numbers(left: Any, right: Any) -> Any:
         if not isinstance(left, int | float) or not isinstance(right, int | float):
-            msg = "arithmetic needs numbers"
-            raise TypeError(msg)
+            raise TypeError("arithmetic needs numbers")
         return function(left, right)
 
     return on_numbers
@@ -198,16 +190,14 @@ class _Reader:
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS and arguments:
                 function = _FUNCTIONS[name]
                 return self._joined(arguments, lambda values: function(*values))
-        msg = f"{self._what} has `{ast.unparse(node)}`, which is not allowed here"
-        raise SpaceError(msg)
+        raise SpaceError(f"{self._what} has `{ast.unparse(node)}`, which is not allowed here")
 
     def _knob(self, name: str) -> _Term:
         name = self._own_names.get(name, name)
         if name not in self._knobs:
             close = difflib.get_close_matches(name, self._knobs, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; they are {', '.join(self._knobs)}"
-            msg = f"{self._what} names {name}, which is no knob{hint}"
-            raise SpaceError(msg)
+            raise SpaceError(f"{self._what} names {name}, which is no knob{hint}")
         self.names.add(name)
         return lambda config: config[name]
 
@@ -224,7 +214,6 @@ class _Reader:
         parts = []
         for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
             if type(op) not in _COMPARISONS:
-                msg = f"{self._what}: `is` is not allowed, use =="
-                raise SpaceError(msg)
+                raise SpaceError(f"{self._what}: `is` is not allowed, use ==")
             parts.append(self._pair(_COMPARISONS[type(op)], left, right))
         return parts[0] if len(parts) == 1 else lambda config: all(part(config) for part in parts)

@@ -98,12 +98,10 @@ class Objective:
 
     def __post_init__(self) -> None:
         if not self.goals:
-            msg = "the objective has no goal"
-            raise ObjectiveError(msg)
+            raise ObjectiveError("the objective has no goal")
         for name, count in Counter(goal.metric for goal in self.goals).items():
             if count > 1:
-                msg = f"{name} is the metric of {count} goals"
-                raise ObjectiveError(msg)
+                raise ObjectiveError(f"{name} is the metric of {count} goals")
         _check_limits(self.limits)
 
     @property
@@ -210,20 +208,17 @@ def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
     for part in text.split(","):
         match = _GOAL.fullmatch(part.strip())
         if match is None:
-            msg = f"the goal {part.strip()!r} cannot be read; it should be like `max goodput_per_cost`"
-            raise ObjectiveError(msg)
+            raise ObjectiveError(f"the goal {part.strip()!r} cannot be read; it should be like `max goodput_per_cost`")
         goals.append(Goal(short.get(match[2], match[2]), "max" if match[1] == "max" else "min"))
         if match[3]:
             rate_per_s = _number(match[3])
             if rate_per_s <= 0.0:
-                msg = f"the goal {part.strip()!r} needs a rate above 0"
-                raise ObjectiveError(msg)
+                raise ObjectiveError(f"the goal {part.strip()!r} needs a rate above 0")
             found.append(at_least(GOODPUT_PER_S, rate_per_s))
     for each in limits:
         match = _LIMIT.fullmatch(each.strip())
         if match is None:
-            msg = f"the limit {each!r} cannot be read; it should be like `p99_ms <= 50`"
-            raise ObjectiveError(msg)
+            raise ObjectiveError(f"the limit {each!r} cannot be read; it should be like `p99_ms <= 50`")
         found.append(Limit(match[1], "at_most" if match[2] == "<=" else "at_least", _number(match[3])))
     return Objective(tuple(goals), tuple(found))
 
@@ -234,8 +229,7 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.inf
     if not math.isfinite(number):
-        msg = f"{text!r} is no number"
-        raise ObjectiveError(msg)
+        raise ObjectiveError(f"{text!r} is no number")
     return number
 
 
@@ -245,8 +239,7 @@ def _check_limits(limits: Sequence[Limit]) -> None:
     lows = [limit for limit in limits if limit.bound == "at_least"]
     for high, low in itertools.product(highs, lows):
         if high.metric == low.metric and high.value < low.value:
-            msg = f"the limits {low} and {high} contradict each other"
-            raise ObjectiveError(msg)
+            raise ObjectiveError(f"the limits {low} and {high} contradict each other")
 
 
 def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -257,5 +250,4 @@ def _metric(metrics: Mapping[str, float], name: str) -> float:
     try:
         return metrics[name]
     except KeyError:
-        msg = f"the objective needs {name}, but a trial measured only {', '.join(metrics)}"
-        raise ObjectiveError(msg) from None
+        raise ObjectiveError(f"the objective needs {name}, but a trial measured only {', '.join(metrics)}") from None

@@ -116,8 +116,7 @@ def load_lines(lines: Iterable[str]) -> tuple[LibraryRun, ...]:
         except ValueError as error:
             if position == len(texts) - 1:
                 break
-            msg = f"line {number} of the library is no JSON: {error}"
-            raise LibraryError(msg) from error
+            raise LibraryError(f"line {number} of the library is no JSON: {error}") from error
         if _is_later(fields):
             later = f"has format {fields['plait_library']}, and this version of plait reads {FORMAT}"
             raise LibraryError(f"line {number} of the library {later}; update plait")
@@ -128,8 +127,7 @@ def load_lines(lines: Iterable[str]) -> tuple[LibraryRun, ...]:
                 raise LibraryError(msg)
             trials[row.run_id].append(_trial(row, number))
         elif row.run_id in runs:
-            msg = f"line {number} of the library describes the run {row.run_id} again"
-            raise LibraryError(msg)
+            raise LibraryError(f"line {number} of the library describes the run {row.run_id} again")
         else:
             runs[row.run_id], trials[row.run_id] = _run(row), []
     return tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
@@ -154,8 +152,7 @@ def run_from(line: str) -> LibraryRun:
     """Parse a stored run, without its trials. Raises `LibraryError`."""
     row = _row(line, 0)
     if not isinstance(row, RunRow):
-        msg = "a trial is stored where a run should be"
-        raise LibraryError(msg)
+        raise LibraryError("a trial is stored where a run should be")
     return _run(row)
 
 
@@ -163,8 +160,7 @@ def trial_from(line: str) -> Trial:
     """Parse a stored trial. Raises `LibraryError`."""
     row = _row(line, 0)
     if not isinstance(row, TrialRow):
-        msg = "a run is stored where a trial should be"
-        raise LibraryError(msg)
+        raise LibraryError("a run is stored where a trial should be")
     return _trial(row, 0)
 
 
@@ -183,8 +179,7 @@ def _row(text: str, number: int) -> RunRow | TrialRow:
     except PydanticError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
-        msg = f"{_where(number)}{': ' + place if place else ''}: {first['msg']}"
-        raise LibraryError(msg) from error
+        raise LibraryError(f"{_where(number)}{': ' + place if place else ''}: {first['msg']}") from error
 
 
 def _where(number: int) -> str:
@@ -200,8 +195,7 @@ def _trial(row: TrialRow, number: int) -> Trial:
     try:
         outcome = TrialOutcome(metrics=row.metrics, failure=row.failure, detail=row.detail)
     except TunerError as error:
-        msg = f"{_where(number)}: {error}"
-        raise LibraryError(msg) from error
+        raise LibraryError(f"{_where(number)}: {error}") from error
     fields = row.model_dump(include={"number", "config", "duration_s", "seed", "repeat"})
     return Trial(outcome=outcome, **fields)
 

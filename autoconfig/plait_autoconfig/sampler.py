@@ -82,8 +82,7 @@ class DesignerSampler(BaseSampler):
             wanted = self._distributions[param_name]
             msg = f"{param_name} is suggested from {param_distribution}, but the space has {wanted}"
         else:
-            msg = f"{param_name} is suggested, but has no meaning in this configuration"
-        raise OutsideSpace(msg)
+            raise OutsideSpace(f"{param_name} is suggested, but has no meaning in this configuration")
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """Tell the designer the result of the trial, also when it failed."""
@@ -138,5 +137,4 @@ class DesignerSampler(BaseSampler):
         ]
         if list(study.directions) != wanted:
             names = [direction.name.lower() for direction in wanted]
-            msg = f"the study must have the directions {names}, those of {self._objective}"
-            raise DesignerError(msg)
+            raise DesignerError(f"the study must have the directions {names}, those of {self._objective}")

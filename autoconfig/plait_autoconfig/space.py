@@ -81,20 +81,17 @@ class Space:
             if name not in self.by_name:
                 close = difflib.get_close_matches(name, self.by_name, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(self.by_name)}"
-                msg = f"{name} is no knob of this space; {hint}"
-                raise OutsideSpace(msg)
+                raise OutsideSpace(f"{name} is no knob of this space; {hint}")
         checked: dict[str, Value] = {}
         for knob in self.knobs:
             if is_active(knob, checked):
                 if knob.name not in config:
-                    msg = f"{knob.name} is missing"
-                    raise OutsideSpace(msg)
+                    raise OutsideSpace(f"{knob.name} is missing")
                 checked[knob.name] = knob.canonical(config[knob.name])
         for constraint in self.parsed if constrained else ():
             if not constraint.holds(checked):
                 values = ", ".join(f"{name} = {checked[name]}" for name in sorted(constraint.names))
-                msg = f"`{constraint.text}` does not hold for {values}"
-                raise OutsideSpace(msg)
+                raise OutsideSpace(f"`{constraint.text}` does not hold for {values}")
         return checked
 
     def key(self, config: Config) -> Hashable:
@@ -137,12 +134,10 @@ class Space:
             try:
                 checked = self.check(config)
             except OutsideSpace as error:
-                msg = f"candidate {number} is outside of the space: {error}"
-                raise OutsideSpace(msg) from error
+                raise OutsideSpace(f"candidate {number} is outside of the space: {error}") from error
             found.setdefault(self.key(checked), checked)
         if len(found) > MAX_CELLS:
-            msg = f"there are {len(found)} candidates; at most {MAX_CELLS} can be compared"
-            raise SpaceError(msg)
+            raise SpaceError(f"there are {len(found)} candidates; at most {MAX_CELLS} can be compared")
         return tuple(found.values())
 
     @cached_property
@@ -230,16 +225,14 @@ def is_active(knob: Knob, config: Config) -> bool:
 
 def _check_knobs(knobs: Sequence[Knob]) -> None:
     if not knobs:
-        msg = "the space has no knob"
-        raise SpaceError(msg)
+        raise SpaceError("the space has no knob")
     known: dict[str, Knob] = {}
     for knob in knobs:
         if not KNOB_NAME.fullmatch(knob.name):
             msg = f"{knob.name!r} cannot be the name of a knob: a letter or _ first, then also digits, - and ."
             raise SpaceError(msg)
         if knob.name in known:
-            msg = f"{knob.name} is the name of two knobs"
-            raise SpaceError(msg)
+            raise SpaceError(f"{knob.name} is the name of two knobs")
         for name, allowed in knob.when.items():
             _check_condition(knob.name, known.get(name), name, allowed)
         known[knob.name] = knob
@@ -247,14 +240,12 @@ def _check_knobs(knobs: Sequence[Knob]) -> None:
 
 def _check_condition(owner: str, parent: Knob | None, name: str, allowed: Sequence[Value]) -> None:
     if parent is None:
-        msg = f"{owner}: depends on {name}, which is no knob before it"
-        raise SpaceError(msg)
+        raise SpaceError(f"{owner}: depends on {name}, which is no knob before it")
     try:
         for value in allowed:
             parent.canonical(value)
     except OutsideSpace as error:
-        msg = f"{owner}: its condition can never hold: {error}"
-        raise SpaceError(msg) from error
+        raise SpaceError(f"{owner}: its condition can never hold: {error}") from error
 
 
 def _one_hot(knob: Knob) -> tuple[Value, ...]:

@@ -39,8 +39,7 @@ def read_library(path: str | Path) -> tuple[LibraryRun, ...]:
         with Path(path).open(encoding="utf-8", errors="replace") as file:
             return load_lines(file)
     except (OSError, LibraryError) as error:
-        msg = f"{path}: {error}"
-        raise LibraryError(msg) from error
+        raise LibraryError(f"{path}: {error}") from error
 
 
 def write_library(path: str | Path, runs: Iterable[LibraryRun]) -> None:
@@ -52,8 +51,7 @@ def write_library(path: str | Path, runs: Iterable[LibraryRun]) -> None:
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        msg = f"{path}: {error}"
-        raise LibraryError(msg) from error
+        raise LibraryError(f"{path}: {error}") from error
 
 
 class LibraryStore:
@@ -174,5 +172,4 @@ def _translated(location: str) -> Iterator[None]:
         yield
     except (LibraryError, OptunaError, SQLAlchemyError, OSError, ImportError) as error:
         shown = re.sub(r"//[^/@]*@", "//...@", location)  # without user and password
-        msg = f"the library {shown} cannot be used: {error}"
-        raise LibraryError(msg) from error
+        raise LibraryError(f"the library {shown} cannot be used: {error}") from error

@@ -46,8 +46,7 @@ class TrialOutcome:
 
     def __post_init__(self) -> None:
         if bool(self.metrics) == (self.failure is not None):
-            msg = "an outcome has either metrics or a failure"
-            raise TunerError(msg)
+            raise TunerError("an outcome has either metrics or a failure")
         wrong = [name for name, value in self.metrics.items() if not math.isfinite(value)]
         if wrong:
             msg = f"metric {wrong[0]} is {self.metrics[wrong[0]]}: what was not measured is a failure, not a number"
@@ -134,8 +133,7 @@ def pooled(outcomes: Iterable[TrialOutcome]) -> TrialOutcome | None:
         return None
     names = [name for name in valid[0].metrics if all(name in outcome.metrics for outcome in valid)]
     if not names:
-        msg = "the repeats of a trial have no metric in common"
-        raise TunerError(msg)
+        raise TunerError("the repeats of a trial have no metric in common")
     return TrialOutcome(metrics={name: sum(each.metrics[name] for each in valid) / len(valid) for name in names})
 
 

@@ -45,8 +45,7 @@ def check_name(name: str) -> None:
     if name not in DESIGNERS:
         close = difflib.get_close_matches(name, DESIGNERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(DESIGNERS)}"
-        msg = f"there is no designer {name!r}; {hint}"
-        raise DesignerError(msg)
+        raise DesignerError(f"there is no designer {name!r}; {hint}")
 
 
 def make_designer(

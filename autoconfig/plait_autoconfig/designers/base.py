@@ -85,8 +85,7 @@ class CellDesigner(ABC):
         open_cells = np.flatnonzero(self._open)
         if not open_cells.size:
             sample = "" if self.space.exhaustive else " of the sample"
-            msg = f"all {len(self.cells)} cells{sample} were proposed"
-            raise Exhausted(msg)
+            raise Exhausted(f"all {len(self.cells)} cells{sample} were proposed")
         index = int(self._choose(open_cells))
         self._open[index] = False
         self._pending.add(self.space.key(self.cells[index]))

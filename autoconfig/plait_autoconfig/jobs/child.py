@@ -68,8 +68,7 @@ class Child:
             self._measurer = _made(request["factory"], Path(request["folder"]), request["arguments"])
             return None
         if self._measurer is None:
-            msg = f"{what} before make"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{what} before make")
         if what == "check":
             return self._measurer.check(JobSpec.model_validate_json(json.dumps(request["spec"])))
         if what == "measure":

@@ -32,8 +32,7 @@ def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
     except strict_yaml.NotYaml as error:
         raise JobRefused(str(error)) from error
     if not isinstance(settings, dict):
-        msg = f"{source}: a job is a mapping of settings"
-        raise JobRefused(msg)
+        raise JobRefused(f"{source}: a job is a mapping of settings")
     try:
         return job_of(settings, folder=folder)
     except ValidationError as error:
@@ -42,11 +41,9 @@ def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
         if location[:1] == ("target",):
             location = (location[0], *location[2:])  # without the kind of target
         at = _line_of(root, location)
-        msg = f"{source}{f', line {at}' if at else ''}: {_sentence(first, location)}"
-        raise JobRefused(msg) from error
+        raise JobRefused(f"{source}{f', line {at}' if at else ''}: {_sentence(first, location)}") from error
     except JobRefused as error:
-        msg = f"{source}: {error}"
-        raise JobRefused(msg) from error
+        raise JobRefused(f"{source}: {error}") from error
 
 
 def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
@@ -55,8 +52,7 @@ def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
     try:
         text = json.dumps(_absolute(settings, folder), allow_nan=False)
     except (TypeError, ValueError) as error:
-        msg = f"a value is neither text, number, list nor mapping ({error}); quote dates"
-        raise JobRefused(msg) from error
+        raise JobRefused(f"a value is neither text, number, list nor mapping ({error}); quote dates") from error
     spec = JobSpec.model_validate_json(text)
     if spec.candidates == "measured":
         known = {**spec.model_dump(mode="json"), "candidates": measured_candidates(spec)}
@@ -64,14 +60,12 @@ def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
     try:
         check_name(spec.designer.name)
     except DesignerError as error:
-        msg = f"designer.name: {error}"
-        raise JobRefused(msg) from error
+        raise JobRefused(f"designer.name: {error}") from error
     for scenario in spec.scenarios:
         try:
             load_scenario(scenario, {})
         except LoadtestError as error:
-            msg = f"scenarios: {error}"
-            raise JobRefused(msg) from error
+            raise JobRefused(f"scenarios: {error}") from error
     return spec
 
 

@@ -313,8 +313,7 @@ def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> It
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    msg = f"another process is tuning the live service of this job (it holds {path})"
-                    raise JobBusy(msg) from None
+                    raise JobBusy(f"another process is tuning the live service of this job (it holds {path})") from None
             tick()
             time.sleep(0.1)
         yield descriptor

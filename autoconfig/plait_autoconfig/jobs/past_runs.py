@@ -47,8 +47,7 @@ def measured_candidates(spec: JobSpec) -> tuple[dict[str, Value], ...]:
                 found.setdefault(spec.space.key(config), dict(config))
     if not found:
         why = f": {reasons.most_common(1)[0][0]}" if reasons else " at all"
-        msg = f"candidates: {spec.library} has no measurement of a configuration of this space{why}"
-        raise JobRefused(msg)
+        raise JobRefused(f"candidates: {spec.library} has no measurement of a configuration of this space{why}")
     return tuple(found.values())
 
 

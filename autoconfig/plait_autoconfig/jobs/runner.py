@@ -95,8 +95,7 @@ class ChildRunner:
         try:
             self._asked({"do": "apply", "config": dict(config)}, self._spec.start_limit_s, _no_say, _no_tick)
         except (_TooLate, _Failed, _Gone) as error:
-            msg = f"the best configuration could not be applied: {error}"
-            raise JobBroken(msg) from error
+            raise JobBroken(f"the best configuration could not be applied: {error}") from error
 
     def finish(self) -> None:
         """Implement `Runner.finish`; a process that was killed while it changed a live service is started once more."""

@@ -75,8 +75,7 @@ class JobStore:
             before = _job(db, folder)
             changed = () if before is None else changed_settings(before, spec)
             if changed and any(record.status != "lost" for record in _records(db)):
-                msg = f"{folder} holds a job with other {', '.join(changed)}; choose another folder or name"
-                raise JobRefused(msg)
+                raise JobRefused(f"{folder} holds a job with other {', '.join(changed)}; choose another folder or name")
             if before is not None and changed and before.storage is not None:
                 from plait_autoconfig.jobs.studies import forget_study
 
@@ -103,8 +102,7 @@ class JobStore:
                 spec = _job(db, folder)
             if spec is not None:
                 return cls(folder, spec)
-        msg = f"there is no job in {folder}"
-        raise JobRefused(msg)
+        raise JobRefused(f"there is no job in {folder}")
 
     # ---- measurements ------------------------------------------------------------------------------------------------
 
@@ -288,5 +286,4 @@ def _translated(folder: Path) -> Iterator[None]:
         msg = f"{folder / _FILE} is damaged{f': {where}' if where else ''}; the job cannot be resumed"
         raise JobBroken(msg) from error
     except (sqlite3.Error, OSError) as error:
-        msg = f"the job in {folder} cannot be read or written: {error}"
-        raise JobBroken(msg) from error
+        raise JobBroken(f"the job in {folder} cannot be read or written: {error}") from error

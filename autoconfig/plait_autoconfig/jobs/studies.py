@@ -81,8 +81,7 @@ def earlier_job(folder: Path) -> tuple[JobSpec, JobFacts, tuple[Record, ...]]:
         spec = JobSpec.model_validate_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # pydantic's, and of bytes that are no text
         where = f": {'.'.join(map(str, error.errors()[0]['loc']))}" if isinstance(error, ValidationError) else ""
-        msg = f"{path} is damaged{where}; the job cannot be resumed"
-        raise JobBroken(msg) from error
+        raise JobBroken(f"{path} is damaged{where}; the job cannot be resumed") from error
     journal, records, attributes = folder / "study.journal", [], {}
     with _translated(folder), quiet():
         if spec.storage is not None or journal.is_file():
