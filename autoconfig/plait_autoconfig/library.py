@@ -10,11 +10,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from plait_autoconfig.errors import OutsideSpace
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Hardware, Trial, WorkloadFeatures
+
+
+def _date(text: str) -> str:
+    if text:
+        datetime.fromisoformat(text)
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +35,7 @@ class LibraryRun:
     `max goodput_per_cost` (for people; nothing is computed from it). `started_at`: ISO 8601.
     """
 
-    run_id: str
+    run_id: Annotated[str, Field(min_length=1)]
     service: str
     trials: tuple[Trial, ...]
     units: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +44,7 @@ class LibraryRun:
     hardware: Hardware = field(default_factory=Hardware)
     versions: Mapping[str, str] = field(default_factory=dict)
     goals: tuple[str, ...] = ()
-    started_at: str = ""
+    started_at: Annotated[str, AfterValidator(_date)] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,90 +11,23 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from datetime import datetime
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    TypeAdapter,
-)
-from pydantic import ValidationError as PydanticError
+from pydantic import TypeAdapter, ValidationError
 
 from plait_autoconfig.errors import LibraryError, TunerError
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.values import FailureKind, Hardware, Trial, TrialOutcome
+from plait_autoconfig.values import Trial
 
 FORMAT = 2
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-_Value = StrictBool | StrictInt | StrictFloat | StrictStr
-_Count = Annotated[int, Field(ge=0)]
+_RUN, _TRIAL = TypeAdapter(LibraryRun), TypeAdapter(Trial)
 
 
-def _date(text: str) -> str:
-    if text:
-        datetime.fromisoformat(text)
-    return text
-
-
-class _Row(BaseModel):
-    model_config = _STRICT
-    plait_library: Literal[1, 2] = 1
-
-
-class HardwareRow(BaseModel):
-    """The stored form of `Hardware`."""
-
-    model_config = _STRICT
-    name: str = ""
-    cpus: _Count = 0
-    memory_bytes: _Count = 0
-    accelerator: str = ""
-    accelerators: _Count = 0
-    accelerator_memory_bytes: _Count = 0
-    price_per_hour: float = 0.0
-
-
-class RunRow(_Row):
-    """The line of a run."""
-
-    kind: Literal["run"] = "run"
-    run_id: Annotated[str, Field(min_length=1)]
-    service: str
-    units: dict[str, str] = {}
-    sets: dict[str, str] = {}
-    workload: dict[str, float] = {}
-    hardware: HardwareRow = HardwareRow()
-    versions: dict[str, str] = {}
-    goals: tuple[str, ...] = ()
-    started_at: Annotated[str, AfterValidator(_date)] = ""
-
-
-class TrialRow(_Row):
-    """The line of a trial: either `metrics`, or `failure` and `detail`."""
-
-    kind: Literal["trial"] = "trial"
-    run_id: Annotated[str, Field(min_length=1)]
-    number: _Count
-    config: dict[str, _Value]
-    metrics: dict[str, float] = {}
-    failure: FailureKind | None = None
-    detail: str = ""
-    duration_s: Annotated[float, Field(ge=0)] = 0.0
-    seed: int = 0
-    repeat: _Count = 0
-
-
-_LINE: TypeAdapter[RunRow | TrialRow] = TypeAdapter(Annotated[RunRow | TrialRow, Field(discriminator="kind")])
+class _NoJson(LibraryError):
+    """A line whose writer died, or that none of us wrote."""
 
 
 def dump_lines(runs: Iterable[LibraryRun]) -> Iterator[str]:
@@ -110,26 +43,22 @@ def load_lines(lines: Iterable[str]) -> tuple[LibraryRun, ...]:
     runs: dict[str, LibraryRun] = {}
     trials: dict[str, list[Trial]] = {}
     texts = [(number, text.strip()) for number, text in enumerate(lines, 1) if text.strip()]
-    for position, (number, text) in enumerate(texts):
+    for number, text in texts:
+        where = f"line {number} of the library"
         try:
-            fields = json.loads(text)
-        except ValueError as error:
-            if position == len(texts) - 1:
+            run_id, row = _read(text, where)
+        except _NoJson:
+            if number == texts[-1][0]:
                 break
-            raise LibraryError(f"line {number} of the library is no JSON: {error}") from error
-        if _is_later(fields):
-            later = f"has format {fields['plait_library']}, and this version of plait reads {FORMAT}"
-            raise LibraryError(f"line {number} of the library {later}; update plait")
-        row = _row(text, number)
-        if isinstance(row, TrialRow):
-            if row.run_id not in runs:
-                msg = f"line {number} of the library is a trial of {row.run_id}, a run that no line before it describes"
-                raise LibraryError(msg)
-            trials[row.run_id].append(_trial(row, number))
-        elif row.run_id in runs:
-            raise LibraryError(f"line {number} of the library describes the run {row.run_id} again")
+            raise
+        if isinstance(row, Trial):
+            if run_id not in runs:
+                raise LibraryError(f"{where} is a trial of {run_id}, a run that no line before it describes")
+            trials[run_id].append(row)
+        elif run_id in runs:
+            raise LibraryError(f"{where} describes the run {run_id} again")
         else:
-            runs[row.run_id], trials[row.run_id] = _run(row), []
+            runs[run_id], trials[run_id] = row, []
     return tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
 
 
@@ -150,54 +79,51 @@ def trial_line(run_id: str, trial: Trial) -> str:
 
 def run_from(line: str) -> LibraryRun:
     """Parse a stored run, without its trials. Raises `LibraryError`."""
-    row = _row(line, 0)
-    if not isinstance(row, RunRow):
-        raise LibraryError("a trial is stored where a run should be")
-    return _run(row)
+    _, run = _read(line, "the store")
+    assert isinstance(run, LibraryRun)
+    return run
 
 
 def trial_from(line: str) -> Trial:
     """Parse a stored trial. Raises `LibraryError`."""
-    row = _row(line, 0)
-    if not isinstance(row, TrialRow):
-        raise LibraryError("a run is stored where a trial should be")
-    return _trial(row, 0)
+    _, trial = _read(line, "the store")
+    assert isinstance(trial, Trial)
+    return trial
 
 
 def _line(kind: str, fields: Mapping[str, Any], *, version: int = 1) -> str:
     return json.dumps({"plait_library": version, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
 
 
-def _is_later(fields: object) -> bool:
-    version = fields.get("plait_library") if isinstance(fields, dict) else None
-    return isinstance(version, int) and version > FORMAT
-
-
-def _row(text: str, number: int) -> RunRow | TrialRow:
+def _read(text: str, where: str) -> tuple[str, LibraryRun | Trial]:
+    """Return the id of a run, and the run without its trials or one of these. Raises `LibraryError` that says where."""
     try:
-        return _LINE.validate_json(text)
-    except PydanticError as error:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise _NoJson(f"{where} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise LibraryError(f"{where} is no mapping")
+    version, kind = fields.pop("plait_library", 1), fields.pop("kind", None)
+    if isinstance(version, int) and version > FORMAT:
+        raise LibraryError(f"{where} has format {version}, and this version of plait reads {FORMAT}; update plait")
+    if version not in (1, FORMAT) or kind not in ("run", "trial"):
+        raise LibraryError(f"{where}: plait_library: {version!r} of kind {kind!r} is no line of a library")
+    parts: dict[str, Any] = {"trials": ()}
+    if kind == "trial":
+        run_id = str(fields.pop("run_id", ""))
+        parts = {"outcome": {name: fields.pop(name) for name in ("metrics", "failure", "detail") if name in fields}}
+    try:
+        row = json.dumps(fields | parts, allow_nan=False)
+        if kind == "trial":
+            return run_id, _TRIAL.validate_json(row, strict=True, extra="forbid")
+        run = _RUN.validate_json(row, strict=True, extra="forbid")
+    except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"][1:])
-        raise LibraryError(f"{_where(number)}{': ' + place if place else ''}: {first['msg']}") from error
-
-
-def _where(number: int) -> str:
-    return f"line {number} of the library" if number else "the store"
-
-
-def _run(row: RunRow) -> LibraryRun:
-    fields = row.model_dump(exclude={"plait_library", "kind", "hardware"})
-    return LibraryRun(**fields, hardware=Hardware(**row.hardware.model_dump()), trials=())
-
-
-def _trial(row: TrialRow, number: int) -> Trial:
-    try:
-        outcome = TrialOutcome(metrics=row.metrics, failure=row.failure, detail=row.detail)
-    except TunerError as error:
-        raise LibraryError(f"{_where(number)}: {error}") from error
-    fields = row.model_dump(include={"number", "config", "duration_s", "seed", "repeat"})
-    return Trial(outcome=outcome, **fields)
+        place = ".".join(str(part) for part in first["loc"] if part != "outcome")
+        raise LibraryError(f"{where}: {f'{place}: ' if place else ''}{first['msg']}") from error
+    except (TunerError, ValueError) as error:  # an outcome that is none; a number that is none
+        raise LibraryError(f"{where}: {error}") from error
+    return run.run_id, run
 
 
 @cache

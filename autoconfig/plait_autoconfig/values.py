@@ -8,16 +8,21 @@ A *cell* is one configuration of the space; a *trial* measured one cell once. A 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self, TypeAlias
+from typing import Annotated, Self, TypeAlias
+
+from pydantic import Field
 
 from plait_autoconfig.errors import TunerError
 
 Value: TypeAlias = bool | int | float | str
 Config: TypeAlias = Mapping[str, Value]
 """The active knobs of one cell and their values."""
+
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+"""Checked where it comes from a file."""
 
 WorkloadFeatures: TypeAlias = Mapping[str, float]
 """Numbers that describe a service and its load, such as `parameters_m` or `mean_candidates`."""
@@ -73,12 +78,12 @@ class TrialOutcome:
 class Trial:
     """One measurement of one configuration. `repeat`: 0 for the first trial of its cell, 1 for the next, ..."""
 
-    number: int
+    number: Count
     config: Config
     outcome: TrialOutcome
     duration_s: float = 0.0
     seed: int = 0
-    repeat: int = 0
+    repeat: Count = 0
 
     def __post_init__(self) -> None:
         self.config = dict(self.config)
@@ -92,11 +97,11 @@ class Hardware:
     """The machine that a trial ran on. `accelerator`: a product name such as `H100`; empty if there is none."""
 
     name: str = ""
-    cpus: int = 0
-    memory_bytes: int = 0
+    cpus: Count = 0
+    memory_bytes: Count = 0
     accelerator: str = ""
-    accelerators: int = 0
-    accelerator_memory_bytes: int = 0
+    accelerators: Count = 0
+    accelerator_memory_bytes: Count = 0
     price_per_hour: float = 0.0
 
     def features(self) -> dict[str, float]:
@@ -137,11 +142,16 @@ def pooled(outcomes: Iterable[TrialOutcome]) -> TrialOutcome | None:
     return TrialOutcome(metrics={name: sum(each.metrics[name] for each in valid) / len(valid) for name in names})
 
 
+def config_key(config: Config) -> Hashable:
+    """Return a key that is equal for equal configurations, whatever the order of their knobs."""
+    return tuple(sorted(config.items()))
+
+
 def cells_of(trials: Iterable[Trial]) -> tuple[Cell, ...]:
     """Return the trials by configuration, in order of first appearance; cells with only invalid trials are left out."""
-    groups: dict[tuple[tuple[str, Value], ...], list[Trial]] = {}
+    groups: dict[Hashable, list[Trial]] = {}
     for trial in trials:
-        groups.setdefault(tuple(sorted(trial.config.items())), []).append(trial)
+        groups.setdefault(config_key(trial.config), []).append(trial)
     cells = []
     for group in groups.values():
         outcome = pooled(trial.outcome for trial in group)

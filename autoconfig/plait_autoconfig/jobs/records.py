@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, TuningSubject
-from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
+from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome, config_key
 
 Status: TypeAlias = Literal["running", "finished", "lost"]
 
@@ -111,11 +111,6 @@ class JobFacts:
     done: str = ""
 
 
-def config_key(config: Config) -> Hashable:
-    """Return a key that is equal for equal configurations, whatever the order of their knobs."""
-    return tuple(sorted(config.items()))
-
-
 def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
     """Return the finished records as trials (warm-ups and checks left out), with `repeat` counted per configuration."""
     seen: dict[Hashable, int] = {}
@@ -127,6 +122,12 @@ def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
             seen[record.key] = repeat + 1
             trials.append(replace(trial, repeat=repeat))
     return tuple(trials)
+
+
+def searched_trials(records: Iterable[Record]) -> tuple[Trial, ...]:
+    """Return the measurements of the search, those of the reference included."""
+    kinds = (MeasurementKind.TRIAL, MeasurementKind.REFERENCE)
+    return trials_of(record for record in records if record.kind in kinds)
 
 
 def fresh_trials(records: Iterable[Record]) -> tuple[Trial, ...]:

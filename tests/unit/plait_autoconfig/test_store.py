@@ -32,7 +32,7 @@ NEWER = '{"plait_library":3,"kind":"trial","shape":"unheard of"}'
     [
         ({"plait_library": 0}, "line 2 of the library: plait_library: "),
         ({"plait_library": 3}, "line 2 of the library has format 3, .* reads 2; update plait"),
-        ({"speed": 1}, "line 2 of the library: speed: Extra inputs"),
+        ({"speed": 1}, "line 2 of the library: speed: Unexpected"),
         ({"config": {"cpu": None}}, "line 2 of the library: config.cpu"),
         ({"metrics": {}}, "line 2 of the library: an outcome has either metrics or a failure"),
         ({"run_id": "else"}, "line 2 of the library is a trial of else, a run that no line before it describes"),
