@@ -1,7 +1,7 @@
 """What the tuner optimises: goals to maximise or minimise, and limits that a configuration must keep.
 
 A limit is never traded against a goal: an outcome that violates one is infeasible, however good its goal. A failed
-trial has no loss at all. `loss` is what designers minimise.
+trial has no loss at all. `losses` are what designers minimise.
 """
 
 from __future__ import annotations
@@ -118,13 +118,6 @@ class Objective:
         """Return one number per goal, lower is better; None for a failed trial."""
         return None if outcome.failure is not None else tuple(goal.loss(outcome.metrics) for goal in self.goals)
 
-    def loss(self, outcome: TrialOutcome) -> float | None:
-        """Return the loss of the only goal, lower is better; None for a failed trial. `ObjectiveError` for several
-        goals."""
-        self.require_one_goal()
-        losses = self.losses(outcome)
-        return None if losses is None else losses[0]
-
     def require_one_goal(self) -> Goal:
         """Return the goal. Raises `ObjectiveError` if there are several."""
         if len(self.goals) > 1:
@@ -149,7 +142,7 @@ class Objective:
         """Return the feasible cells that no other beats in one goal without losing in another. Equals are all kept."""
         cells = self._feasible_cells(trials)
         losses = [self.losses(cell.outcome) or () for cell in cells]
-        return tuple(cell for cell, own in zip(cells, losses, strict=True) if not any(_beats(o, own) for o in losses))
+        return tuple(cell for cell, own in zip(cells, losses, strict=True) if not any(beats(o, own) for o in losses))
 
     def why_none(self, trials: Sequence[Trial]) -> str:
         """Return which limit binds and by how much, in a sentence or two; empty if some trial is feasible."""
@@ -242,7 +235,8 @@ def _check_limits(limits: Sequence[Limit]) -> None:
             raise ObjectiveError(f"the limits {low} and {high} contradict each other")
 
 
-def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+def beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return whether one is at least as good in all losses and better in one."""
     return all(a <= b for a, b in zip(one, other, strict=True)) and any(a < b for a, b in zip(one, other, strict=True))
 
 

@@ -7,12 +7,11 @@ because some need torch or Optuna.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from plait_autoconfig.errors import DesignerError
+from plait_autoconfig.errors import DesignerError, hint
 
 if TYPE_CHECKING:
     from plait_autoconfig.designers.protocols import Designer, MakesDesigner, ServiceContext
@@ -43,9 +42,7 @@ def maker_of(name: str) -> MakesDesigner:
 def check_name(name: str) -> None:
     """Raise `DesignerError` for an unknown name."""
     if name not in DESIGNERS:
-        close = difflib.get_close_matches(name, DESIGNERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(DESIGNERS)}"
-        raise DesignerError(f"there is no designer {name!r}; {hint}")
+        raise DesignerError(f"there is no designer {name!r}; {hint(name, DESIGNERS)}")
 
 
 def make_designer(
@@ -57,5 +54,6 @@ def make_designer(
     library: Sequence[LibraryRun] = (),
     context: ServiceContext | None = None,
 ) -> Designer:
-    """Return a fresh search by the designer of this name; see `MakesDesigner`."""
+    """Return a fresh search by the designer of this name. `library`: past runs of other services, usable or not
+    (`usable_for`)."""
     return maker_of(name)(space, objective, seed=seed, library=library, context=context)

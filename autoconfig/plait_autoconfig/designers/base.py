@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,6 @@ MAX_INVALID = 2
 class CellDesigner(ABC):
     """`Designer` except for the choice of the next cell. Cells are identified by their index in `self.cells`."""
 
-    name: ClassVar[str]
-
     def __init__(
         self,
         space: Space,
@@ -42,7 +39,7 @@ class CellDesigner(ABC):
         self.space, self.objective = space, objective
         self.library, self.context = tuple(library), context or ServiceContext()
         self.cells = space.cells()
-        self.rng = np.random.default_rng(seed)
+        self.seed, self.rng = seed, np.random.default_rng(seed)
         self._index = {space.key(cell): index for index, cell in enumerate(self.cells)}
         self._open = np.ones(len(self.cells), bool)
         self._invalid: dict[Hashable, int] = {}
@@ -52,6 +49,10 @@ class CellDesigner(ABC):
     @abstractmethod
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         """Return which of the open cells (indices, ascending, at least one) to propose."""
+
+    def expected_regret(self) -> float:
+        """Return infinity: nothing is known of what was not tried."""
+        return float("inf")
 
     @cached_property
     def features(self) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ The defaults are those of Optuna's authors: ten random trials come first.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,9 +26,7 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import TrialState
 
 from plait_autoconfig.designers.base import CellDesigner
-from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, Knob
-from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.optuna_forms import distribution_of, quiet
 from plait_autoconfig.space import Space
@@ -46,16 +44,8 @@ class OptunaDesigner(CellDesigner):
 
     _max_asks: ClassVar[int]
 
-    def __init__(
-        self,
-        space: Space,
-        objective: Objective,
-        *,
-        seed: int,
-        library: Sequence[LibraryRun] = (),
-        context: ServiceContext | None = None,
-    ) -> None:
-        super().__init__(space, objective, seed=seed, library=library, context=context)
+    def __init__(self, space: Space, objective: Objective, **given: Any) -> None:
+        super().__init__(space, objective, **given)
         self._distributions = {knob.name: _distribution(knob) for knob in space.knobs}
         self._running: dict[Hashable, optuna.trial.Trial] = {}
         self._study = self._fresh_study()
@@ -166,7 +156,6 @@ class OptunaDesigner(CellDesigner):
 class OptunaTpeDesigner(OptunaDesigner):
     """Tree-structured Parzen estimator with the defaults of Optuna 5 (multivariate, constant liar)."""
 
-    name: ClassVar[str] = "optuna-tpe"
     _max_asks: ClassVar[int] = 16
 
     def _sampler(self, seed: int) -> BaseSampler:
@@ -179,7 +168,6 @@ class OptunaTpeDesigner(OptunaDesigner):
 class OptunaGpDesigner(OptunaDesigner):
     """Gaussian process with logarithmic (constrained) expected improvement and Optuna's defaults."""
 
-    name: ClassVar[str] = "optuna-gp"
     _max_asks: ClassVar[int] = 2  # it would mostly suggest the same cell again, at the price of a fit
 
     def _sampler(self, seed: int) -> BaseSampler:

@@ -14,25 +14,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from plait_autoconfig.confidence import NOISE, log_losses, noise_of
-from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.uninformed import SobolDesigner
-from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate import reading
-from plait_autoconfig.surrogate.background import (
-    Background,
-    Floats,
-    Indices,
-    margin_background,
-    no_background,
-)
+from plait_autoconfig.surrogate.background import Background, Floats, Indices, margin_background, no_background
 from plait_autoconfig.surrogate.pooling import pool
 from plait_autoconfig.surrogate.posterior import (
     Posterior,
@@ -43,7 +36,7 @@ from plait_autoconfig.surrogate.posterior import (
     infer,
     probability_above,
 )
-from plait_autoconfig.values import Cell, Config, TrialOutcome
+from plait_autoconfig.values import Cell, Config, TrialOutcome, cells_of
 
 _HOPELESS = 0.05
 """Cells that are less likely to be feasible are proposed only when no others are left: what almost surely fails is not
@@ -82,20 +75,10 @@ class Pretrained:
 class PlaitDesigner(SobolDesigner):
     """See the module docstring. `pretrained`: of an earlier instance with the same space, library and context."""
 
-    name: ClassVar[str] = "plait"
-
     def __init__(
-        self,
-        space: Space,
-        objective: Objective,
-        *,
-        seed: int,
-        library: Sequence[LibraryRun] = (),
-        context: ServiceContext | None = None,
-        pretrained: Pretrained | None = None,
+        self, space: Space, objective: Objective, *, pretrained: Pretrained | None = None, **given: Any
     ) -> None:
-        super().__init__(space, objective, seed=seed, library=library, context=context)
-        self._seed = seed
+        super().__init__(space, objective, **given)
         self._unknown_configs: list[Config] = []  # told, but not in the sample that stands for a large space
         self._pooled: dict[tuple[float, ...], Pretrained] = {}
         self._latest: tuple[object, Beliefs] | None = None
@@ -118,7 +101,7 @@ class PlaitDesigner(SobolDesigner):
         return self._latest[1]
 
     def _believed(self) -> Beliefs:
-        rng = np.random.default_rng([self._seed, len(self.trials)])
+        rng = np.random.default_rng([self.seed, len(self.trials)])
         weights = self._goal_weights()
         index, cells = self._seen()
         outcomes = [cell.outcome for cell in cells]
@@ -154,7 +137,7 @@ class PlaitDesigner(SobolDesigner):
         beliefs = self.beliefs()
         if beliefs.best is None:
             return float("inf")
-        rng = np.random.default_rng([self._seed, len(self.trials), 1])
+        rng = np.random.default_rng([self.seed, len(self.trials), 1])
         gain = expected_regret(beliefs.loss, beliefs.best, beliefs.feasible, rng)
         return float(-np.expm1(-gain * beliefs.unit))
 
@@ -191,8 +174,8 @@ class PlaitDesigner(SobolDesigner):
         return np.asarray(np.concatenate([known, np.where(np.isfinite(own), own, known.max())]) - known.mean())
 
     @cached_property
-    def _past(self) -> tuple[reading.PastService, ...]:
-        return reading.past_services(self.library, self.space, self.objective, self.context)
+    def _past(self) -> tuple[LibraryRun, ...]:
+        return usable_runs(self.library, self.space, self.objective)
 
     def _seen(self) -> tuple[Indices, tuple[Cell, ...]]:
         """Return what was measured: indices into cells and unknown cells, and the cells themselves."""
@@ -219,14 +202,19 @@ class PlaitDesigner(SobolDesigner):
         features = np.concatenate([self.features, self.space.encode(self._unknown_configs)])
         if not self._past:
             return Pretrained(loss=no_background(features), margin=margin_background(features))
-        own = reading.features_of(self.context.workload, self.context.hardware)
-        names = reading.context_names(self._past, own)
+        now = self.context
+        own = reading.features_of(now.workload, now.hardware)
+        past = [reading.features_of(run.workload, run.hardware) for run in self._past]
+        names = reading.context_names(past, own)
         context = reading.context_row(own, names)
         losses, margins = [], []
-        for past in self._past:
-            outcomes = [cell.outcome for cell in past.cells]
-            losses.append(reading.source_of(past, self.space, names, self._losses(outcomes, weights)))
-            margins.append(reading.source_of(past, self.space, names, reading.margins(self.objective, outcomes)))
+        for run, then in zip(self._past, past, strict=True):
+            cells, row = cells_of(run.trials), reading.context_row(then, names)
+            outcomes = [cell.outcome for cell in cells]
+            weight = weight_of(run, versions=now.versions, hardware=now.hardware, at=now.at)
+            losses.append(reading.source_of(self.space, cells, self._losses(outcomes, weights), row, weight))
+            values = reading.margins(self.objective, outcomes)
+            margins.append(reading.source_of(self.space, cells, values, row, weight))
         return Pretrained(
             loss=pool(losses, features, context, rng), margin=pool(margins, features, context, rng, absolute=True)
         )
@@ -237,7 +225,7 @@ class PlaitDesigner(SobolDesigner):
         if count == 1:
             return np.ones(1)
         round_number = len(self.trials) + len(self.pending())
-        return np.random.default_rng([self._seed, round_number % _WEIGHTINGS]).dirichlet(np.ones(count))
+        return np.random.default_rng([self.seed, round_number % _WEIGHTINGS]).dirichlet(np.ones(count))
 
     def _losses(self, outcomes: Sequence[TrialOutcome], weights: Floats) -> Floats:
         """Return log losses (n,), less the cost if that is known; with several goals the largest weighted one, each

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import Objective
-from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Hardware, Trial, WorkloadFeatures
 
 
@@ -30,10 +27,6 @@ class ServiceContext:
 class Designer(Protocol):
     """A search in one space. It is a state machine without clock or files; a seed makes it fully deterministic."""
 
-    @property
-    def name(self) -> str:
-        """The name that users give, such as `optuna-tpe`."""
-
     def ask(self) -> Config:
         """Return the next configuration to measure: a cell that was never asked for or told before, unless invalid.
 
@@ -51,17 +44,10 @@ class Designer(Protocol):
     def drop(self, config: Config) -> None:
         """Give back a configuration that was asked for and will not be measured. It may be proposed again."""
 
+    def expected_regret(self) -> float:
+        """Return how much worse the best known cell is expected to be than the best of all, as a share of its loss;
+        infinite if that is unknown."""
 
-class MakesDesigner(Protocol):
-    """The constructor signature of all designers."""
 
-    def __call__(
-        self,
-        space: Space,
-        objective: Objective,
-        *,
-        seed: int,
-        library: Sequence[LibraryRun] = (),
-        context: ServiceContext | None = None,
-    ) -> Designer:
-        """Return a fresh search. `library`: past runs of other services, usable or not (`usable_for`)."""
+MakesDesigner: TypeAlias = Callable[..., Designer]
+"""The constructor of a designer, with the arguments of `designers.make_designer` but for the name."""

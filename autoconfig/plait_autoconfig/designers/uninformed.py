@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plait_autoconfig.designers.base import CellDesigner
-from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space, sobol_points
 
@@ -21,16 +18,12 @@ _MAX_DRAWS = 256  # then most cells are closed, and a random open one fills the 
 class RandomDesigner(CellDesigner):
     """Random search: every open cell is equally likely."""
 
-    name: ClassVar[str] = "random"
-
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         return int(self.rng.choice(open_cells))
 
 
 class GridDesigner(CellDesigner):
     """Grid search in which the last knob varies fastest. The seed has no effect."""
-
-    name: ClassVar[str] = "grid"
 
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         return int(open_cells[0])
@@ -39,19 +32,9 @@ class GridDesigner(CellDesigner):
 class SobolDesigner(CellDesigner):
     """Draw points and take the first whose cell is open or, if the cells are a sample, the nearest open one."""
 
-    name: ClassVar[str] = "sobol"
-
-    def __init__(
-        self,
-        space: Space,
-        objective: Objective,
-        *,
-        seed: int,
-        library: Sequence[LibraryRun] = (),
-        context: ServiceContext | None = None,
-    ) -> None:
-        super().__init__(space, objective, seed=seed, library=library, context=context)
-        self._points = sobol_points(len(space.knobs), seed=seed)
+    def __init__(self, space: Space, objective: Objective, **given: Any) -> None:
+        super().__init__(space, objective, **given)
+        self._points = sobol_points(len(space.knobs), seed=self.seed)
 
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         if not self.space.exhaustive:

@@ -86,30 +86,18 @@ class Background:
 
 def no_background(cells: Floats) -> Background:
     """Return the background without a library: a flat mean with no trust."""
-    count, features = cells.shape
-    usual = usual_scales(features)
-    return Background(
-        cells=cells,
-        mean=np.zeros(count),
-        deviations=np.zeros((0, count)),
-        unit=1.0,
-        trust=0.0,
-        scales=usual,
-        cold=usual,
-    )
+    return _flat(cells, 0.0, trust=0.0, scales=usual_scales(cells.shape[1]))
 
 
 def margin_background(cells: Floats) -> Background:
     """Return the margin's background without a library: four cells in five are feasible, and neighbours are similar."""
-    count, features = cells.shape
-    usual = usual_scales(features, smooth=0.5, spread=0.5)
+    usual = usual_scales(cells.shape[1], smooth=0.5, spread=0.5)
+    return _flat(cells, 0.6, trust=1.0, scales=usual, offset_sd=MARGIN_OFFSET_SD)
+
+
+def _flat(cells: Floats, mean: float, *, trust: float, scales: Scales, offset_sd: float = FREE_OFFSET_SD) -> Background:
+    count = len(cells)
     return Background(
-        cells=cells,
-        mean=np.full(count, 0.6),
-        deviations=np.zeros((0, count)),
-        unit=1.0,
-        trust=1.0,
-        scales=usual,
-        cold=usual,
-        offset_sd=MARGIN_OFFSET_SD,
-    )
+        cells=cells, mean=np.full(count, mean), deviations=np.zeros((0, count)), unit=1.0, trust=trust,
+        scales=scales, cold=scales, offset_sd=offset_sd,
+    )  # fmt: skip

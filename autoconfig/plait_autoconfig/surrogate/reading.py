@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
 from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, Limit, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate.background import Floats
 from plait_autoconfig.surrogate.pooling import PastSource
-from plait_autoconfig.values import Cell, Hardware, TrialOutcome, WorkloadFeatures, cells_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PastService:
-    """The usable part of a library run in this space; weight: how much it counts (0 to 1)."""
-
-    name: str
-    cells: tuple[Cell, ...]
-    features: dict[str, float]
-    weight: float
-
-
-def past_services(
-    library: Sequence[LibraryRun], space: Space, objective: Objective, context: ServiceContext
-) -> tuple[PastService, ...]:
-    """Return the runs with trials that are valid in the space and measured what the objective needs."""
-    return tuple(
-        PastService(
-            name=run.service,
-            cells=cells_of(run.trials),
-            features=features_of(run.workload, run.hardware),
-            weight=weight_of(run, versions=context.versions, hardware=context.hardware, at=context.at),
-        )
-        for run in usable_runs(library, space, objective)
-    )
+from plait_autoconfig.values import Cell, Hardware, TrialOutcome, WorkloadFeatures
 
 
 def features_of(workload: WorkloadFeatures, hardware: Hardware) -> dict[str, float]:
@@ -46,13 +18,13 @@ def features_of(workload: WorkloadFeatures, hardware: Hardware) -> dict[str, flo
     return {**workload, **hardware.features()}
 
 
-def context_names(services: Sequence[PastService], own: dict[str, float]) -> tuple[str, ...]:
+def context_names(past: Sequence[Mapping[str, float]], own: Mapping[str, float]) -> tuple[str, ...]:
     """Return the features that this service and all past ones have, and that differ somewhere."""
-    names = sorted(name for name in own if all(name in each.features for each in services))
-    return tuple(name for name in names if len({each.features[name] for each in services} | {own[name]}) > 1)
+    names = sorted(name for name in own if all(name in each for each in past))
+    return tuple(name for name in names if len({each[name] for each in past} | {own[name]}) > 1)
 
 
-def context_row(features: dict[str, float], names: Sequence[str]) -> Floats:
+def context_row(features: Mapping[str, float], names: Sequence[str]) -> Floats:
     """Return the named features (F,)."""
     return np.array([features[name] for name in names], np.float64)
 
@@ -82,11 +54,8 @@ def _margin(limit: Limit, outcome: TrialOutcome) -> float:
     return float(np.clip(-2.0 * limit.excess(outcome.metrics), -1.0, 1.0))
 
 
-def source_of(service: PastService, space: Space, names: Sequence[str], values: Floats) -> PastSource:
-    """Return a past service for `pool`; cells with NaN are left out."""
+def source_of(space: Space, cells: Sequence[Cell], values: Floats, context: Floats, weight: float) -> PastSource:
+    """Return the cells of a past service for `pool`; those with NaN are left out."""
     known = np.isfinite(values)
-    cells = [cell.config for cell, keep in zip(service.cells, known, strict=True) if keep]
-    return PastSource(
-        features=space.encode(cells), values=values[known], context=context_row(service.features, names),
-        weight=service.weight,
-    )  # fmt: skip
+    features = space.encode([cell.config for cell, keep in zip(cells, known, strict=True) if keep])
+    return PastSource(features=features, values=values[known], context=context, weight=weight)
