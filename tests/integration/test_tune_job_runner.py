@@ -72,6 +72,13 @@ def test_a_measurer_that_can_not_be_made_is_no_trial(tmp_path):
         runner.check(lambda: None)
 
 
+def test_a_measurer_that_does_not_start_in_time_breaks_the_job(tmp_path):
+    """Its process is ended by then: there is nothing left to end, and the limit is told."""
+    runner = ChildRunner(fake_source(), job(start_limit_s=0.001), folder=tmp_path, log=tmp_path / "child.log")
+    with pytest.raises(JobBroken, match=r"could not be started: no answer within 0.001 s \(see .*child.log\)"):
+        runner.check(lambda: None)
+
+
 def test_stopping_ends_the_process_in_good_order(tmp_path, monkeypatch):
     """What `tick` raises ends the trial, though the measurer has more to say all the time; it restores and closes, and
     its process is gone."""

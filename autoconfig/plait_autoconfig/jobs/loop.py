@@ -23,7 +23,7 @@ import numpy as np
 
 from plait_autoconfig.designers import make_designer, maker_of
 from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, OutsideSpace, TunerError
+from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource, TuningSubject
@@ -31,15 +31,15 @@ from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
 from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.proposals import Proposals
-from plait_autoconfig.jobs.records import GONE, Claim, Record, config_key, given_up, lost_as_crash, trials_of
+from plait_autoconfig.jobs.records import GONE, Claim, Record, given_up, lost_as_crash, searched_trials
 from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
-from plait_autoconfig.jobs.runner import ChildRunner, Runner
+from plait_autoconfig.jobs.runner import ChildRunner
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.objective import GOODPUT_PER_S
 from plait_autoconfig.trial_load import expected_rate
-from plait_autoconfig.values import Config, cells_of, pooled
+from plait_autoconfig.values import Config, cells_of, config_key, pooled
 
 MAX_LOST = 2
 """The number of worker deaths that a configuration may cause; after one more it is itself taken to be the reason."""
@@ -68,7 +68,7 @@ def run_job(
     *,
     on_event: Callable[[JobEvent], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
-    runner: Runner | None = None,
+    runner: ChildRunner | None = None,
     now: Callable[[], float] = time.time,
 ) -> JobState:
     """Work on a job until it is done, `stop` returns True, or it is cancelled; then return its state.
@@ -99,7 +99,7 @@ class _Stopped(Exception):
 class _JobWorker:
     """One worker's run."""
 
-    _runner: Runner
+    _runner: ChildRunner
     _proposals: Proposals
 
     def __init__(
@@ -116,7 +116,7 @@ class _JobWorker:
         self._began_s = self._joined_s = now()
         self._used_before_s = 0.0
 
-    def run(self, source: MeasurerSource, runner: Runner | None, stack: ExitStack) -> None:
+    def run(self, source: MeasurerSource, runner: ChildRunner | None, stack: ExitStack) -> None:
         """Join the job and measure until nothing is left to do; `stack` closes what this opens."""
         self._store.join(self._name, now_s=self._joined_s)
         stack.callback(self._store.leave, self._name)
@@ -321,9 +321,6 @@ def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> It
         os.close(descriptor)
 
 
-_SEARCHED = (MeasurementKind.TRIAL, MeasurementKind.REFERENCE)
-
-
 def to_beat(spec: JobSpec, records: Sequence[Record], kind: MeasurementKind) -> float | None:
     """Return what the metric of the only goal would be if the best feasible configuration so far were measured now.
 
@@ -331,7 +328,7 @@ def to_beat(spec: JobSpec, records: Sequence[Record], kind: MeasurementKind) -> 
     """
     if kind is not MeasurementKind.TRIAL or len(spec.goal.goals) > 1:
         return None
-    best = spec.goal.best(trials_of(record for record in records if record.kind in _SEARCHED))
+    best = spec.goal.best(searched_trials(records))
     if best is None:
         return None
     metric = spec.goal.goals[0].metric
@@ -346,20 +343,12 @@ def expected_per_s(spec: JobSpec, records: Sequence[Record], config: Config) -> 
         return again.metrics.get(GOODPUT_PER_S, 0.0)
     seen = [
         cell
-        for cell in cells_of(trials_of(record for record in records if record.kind in _SEARCHED))
+        for cell in cells_of(searched_trials(records))
         if spec.goal.feasible(cell.outcome)
         and cell.outcome.metrics.get(GOODPUT_PER_S, 0.0) > 0.0
-        and _is_inside(spec, cell.config)
+        and spec.space.includes(cell.config)
     ]
     if not seen:
         return 0.0
     rows = spec.space.encode([config, *(cell.config for cell in seen)])
     return expected_rate(np.abs(rows[1:] - rows[0]).sum(1), [cell.outcome.metrics[GOODPUT_PER_S] for cell in seen])
-
-
-def _is_inside(spec: JobSpec, config: Config) -> bool:
-    try:
-        spec.space.check(config)
-    except OutsideSpace:
-        return False
-    return True

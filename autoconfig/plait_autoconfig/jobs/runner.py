@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
-
-from pydantic import TypeAdapter
-from pydantic_core import to_json
+from typing import Any
 
 from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.child import PARTING_S
@@ -28,31 +24,14 @@ from plait_autoconfig.values import Config, FailureKind, TrialOutcome
 
 _TICK_S = 0.2
 _TAIL_BYTES = 4000
-_MEASURED, _SUBJECT = TypeAdapter(Measured), TypeAdapter(TuningSubject)
 
 Tick = Callable[[], None]
 """Called about five times a second while waiting; an exception that it raises ends the wait and the child process."""
 
 
-class Runner(Protocol):
-    """Measures tasks, whatever they do. Used from one thread."""
-
-    def check(self, tick: Tick) -> TuningSubject:
-        """Check the job as in `Measurer.check`. Raises `JobRefused`, or `JobBroken` if the measurer cannot be made."""
-
-    def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
-        """Measure for at most `task.limit_s` (plus the start of a fresh process). Raises only what `check` does."""
-
-    def apply(self, config: Config) -> None:
-        """Apply as in `Measurer.apply`. Raises `JobBroken`."""
-
-    def finish(self) -> None:
-        """Restore, close and end the process. May be called when there is none. Raises `JobBroken` if others use what
-        was tuned, and it could not be restored."""
-
-
 class ChildRunner:
-    """A `Runner` whose process is kept as long as it behaves, and replaced after it had to be killed."""
+    """Measures tasks in a process that is kept as long as it behaves, and replaced after it had to be killed. Used from
+    one thread."""
 
     def __init__(
         self, source: MeasurerSource, spec: JobSpec, *, folder: Path, log: Path, held: tuple[int, ...] = ()
@@ -60,50 +39,50 @@ class ChildRunner:
         """Create the runner. `held`: descriptors of locks that the process must also hold for as long as it lives."""
         self._source, self._spec, self._folder, self._log, self._held = source, spec, folder, log, held
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._received = b""
+        self._connection: Connection | None = None
         self._unrestored = False
 
     def check(self, tick: Tick) -> TuningSubject:
-        """Implement `Runner.check` in the child process."""
+        """Check the job as in `Measurer.check`. Raises `JobRefused`, or `JobBroken` if the measurer cannot be made."""
         return self._started(tick)
 
     def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
-        """Implement `Runner.measure` in the child process."""
+        """Measure for at most `task.limit_s` (plus the start of a fresh process), whatever the measurer does. Raises
+        only what `check` does."""
         if self._process is None:
             self._started(tick)
         kills, log_from, began = count_oom_kills(), _size(self._log), time.monotonic()
         try:
-            answer = self._asked({"do": "measure", "task": task}, task.limit_s, say, tick)
-            measured = _MEASURED.validate_python(answer)
+            measured: Measured = self._asked(("measure", task), task.limit_s, say, tick)
+            return replace(measured, duration_s=time.monotonic() - began)
         except _TooLate:
             detail = f"still running after {task.limit_s:g} s, and ended by force"
-            measured = _failed(FailureKind.TIME_OUT, detail)
+            outcome = TrialOutcome.failed(FailureKind.TIME_OUT, detail)
         except _Failed as error:
             kind = FailureKind.OUT_OF_MEMORY if error.memory else FailureKind.CRASH
-            measured = _failed(kind, str(error))
+            outcome = TrialOutcome.failed(kind, str(error))
         except _Gone as error:
             lines = last_lines(self._log, log_from)
             outcome = outcome_of_exit(error.return_code, last_lines=lines, oom_kills=count_oom_kills() - kills)
-            measured = Measured(outcome=outcome)
-        return replace(measured, duration_s=time.monotonic() - began)
+        return Measured(outcome=outcome, duration_s=time.monotonic() - began)
 
     def apply(self, config: Config) -> None:
-        """Implement `Runner.apply` in the child process."""
+        """Apply as in `Measurer.apply`. Raises `JobBroken`."""
         if self._process is None:
-            self._started(_no_tick)
+            self._started()
         try:
-            self._asked({"do": "apply", "config": dict(config)}, self._spec.start_limit_s, _no_say, _no_tick)
+            self._asked(("apply", dict(config)), self._spec.start_limit_s)
         except (_TooLate, _Failed, _Gone) as error:
             raise JobBroken(f"the best configuration could not be applied: {error}") from error
 
     def finish(self) -> None:
-        """Implement `Runner.finish`; a process that was killed while it changed a live service is started once more."""
+        """Restore, close and end the process, if there is one; one that was killed while it changed a live service is
+        started once more. Raises `JobBroken` if others use what was tuned, and it could not be restored."""
         if self._process is None and self._unrestored:
-            self._started(_no_tick)
+            self._started()
         try:
             if self._connection is not None and self._spec.target.is_shared:
-                self._asked({"do": "restore"}, self._spec.start_limit_s, _no_say, _no_tick)
+                self._asked(("restore",), self._spec.start_limit_s)
         except (_TooLate, _Failed, _Gone) as error:
             msg = f"what was tuned has not got its own configuration back: {error}; run the job again to try it again"
             raise JobBroken(msg) from error
@@ -112,31 +91,27 @@ class ChildRunner:
                 self._end(grace_s=PARTING_S)
             self._unrestored = False
 
-    def _started(self, tick: Tick) -> TuningSubject:
+    def _started(self, tick: Tick = lambda: None) -> TuningSubject:
         """Start a process, make the measurer in it and have it check the job."""
         self._spawn()
-        make = {
-            "do": "make",
-            "factory": self._source.factory,
-            "folder": str(self._folder),
-            "arguments": dict(self._source.arguments),
-        }
         log_from = _size(self._log)
+        make = ("make", self._source.factory, self._folder, dict(self._source.arguments))
         try:
-            self._asked(make, self._spec.start_limit_s, _no_say, tick)
-            check = {"do": "check", "spec": self._spec}
-            return _SUBJECT.validate_python(self._asked(check, self._spec.start_limit_s, _no_say, tick))
-        except (_TooLate, _Failed, _Gone) as error:
+            self._asked(make, self._spec.start_limit_s, tick=tick)
+            check = ("check", self._spec.model_dump_json())
+            subject: TuningSubject = self._asked(check, self._spec.start_limit_s, tick=tick)
+            return subject
+        except (_TooLate, _Failed, _Gone, JobRefused) as error:
+            if self._process is not None:  # else it has ended by itself, or was killed
+                self._end(grace_s=PARTING_S)
+            if isinstance(error, JobRefused):
+                raise
             lines = last_lines(self._log, log_from) if isinstance(error, _Gone) else ""
-            self._end(grace_s=PARTING_S)
             msg = f"the measurer could not be started: {error}{f': {lines}' if lines else ''} (see {self._log})"
             raise JobBroken(msg) from error
-        except JobRefused:
-            self._end(grace_s=PARTING_S)
-            raise
 
     def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -147,24 +122,29 @@ class ChildRunner:
                 pass_fds=(theirs.fileno(), *self._held),
                 start_new_session=True,  # Ctrl-C is the parent's, and the whole group can be killed
             )
-        self._connection, self._received = ours, b""
+        self._connection = ours
 
-    def _asked(self, request: Mapping[str, Any], limit_s: float, say: Say, tick: Tick) -> Any:
-        """Return the answer to a request. Raises `_TooLate`, `_Gone` (the process has then ended), `_Failed`,
+    def _asked(
+        self, request: tuple[Any, ...], limit_s: float, say: Say = lambda _: None, tick: Tick = lambda: None
+    ) -> Any:
+        """Return the answer to a request (`child`). Raises `_TooLate`, `_Gone` (the process has then ended), `_Failed`,
         `JobRefused`.
 
         An exception from `tick` ends the process in an orderly way, because it may have something to restore.
         """
         try:
-            self._send(request)
             until = time.monotonic() + limit_s
             next_tick = time.monotonic() + _TICK_S
+            kind, answer = self._exchanged(request, 0.0)
             while True:
-                message = self._message(min(next_tick, until) - time.monotonic())
-                if message is not None and "say" not in message:
-                    return _answer(message)
-                if message is not None:
-                    say(str(message["say"]))
+                if kind == "ok":
+                    return answer
+                if kind == "refused":
+                    raise JobRefused(answer)
+                if kind in ("memory", "failed"):
+                    raise _Failed(answer, memory=kind == "memory")
+                if kind == "say":
+                    say(answer)
                 # However much the process has to say.
                 if (now := time.monotonic()) >= until:
                     self._end(grace_s=0.0)
@@ -172,35 +152,23 @@ class ChildRunner:
                 if now >= next_tick:
                     tick()
                     next_tick = now + _TICK_S
+                kind, answer = self._exchanged(None, min(next_tick, until) - now)
         except (_TooLate, _Failed, _Gone, JobRefused):
             raise
         except BaseException:
             self._end(grace_s=PARTING_S)
             raise
 
-    def _send(self, request: Mapping[str, Any]) -> None:
+    def _exchanged(self, request: tuple[Any, ...] | None, timeout_s: float) -> tuple[str, Any]:
+        """Send a request, if any, and return the next message of the process; empty if there is none in time."""
         assert self._connection is not None
         try:
-            self._connection.sendall(to_json(request) + b"\n")
-        except OSError:
-            raise _Gone(self._end(grace_s=0.0)) from None
-
-    def _message(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next line from the process; None if there is none in time."""
-        assert self._connection is not None
-        while b"\n" not in self._received:
-            if not select.select([self._connection], [], [], max(0.0, timeout_s))[0]:
-                return None
-            try:
-                more = self._connection.recv(65536)
-            except OSError:
-                more = b""
-            if not more:
-                raise _Gone(self._end(grace_s=1.0))
-            self._received += more
-        line, _, self._received = self._received.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+            if request is not None:
+                self._connection.send(request)
+            message: tuple[str, Any] = self._connection.recv() if self._connection.poll(timeout_s) else ("", None)
+            return message
+        except (EOFError, OSError):
+            raise _Gone(self._end(grace_s=1.0)) from None
 
     def _end(self, *, grace_s: float) -> int:
         """End the process and its whole group, after `grace_s` to restore and close. Return its exit code."""
@@ -236,15 +204,6 @@ class _Failed(Exception):
         self.memory = memory
 
 
-def _answer(message: Mapping[str, Any]) -> Any:
-    if "ok" in message:
-        return message["ok"]
-    error = message["error"]
-    if error["kind"] == "refused":
-        raise JobRefused(error["text"])
-    raise _Failed(error["text"], memory=error["kind"] == "memory")
-
-
 def _ends_within(pid: int, limit_s: float) -> bool:
     """Wait for a child process to end, without reaping it."""
     until = time.monotonic() + limit_s
@@ -253,10 +212,6 @@ def _ends_within(pid: int, limit_s: float) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def _failed(kind: FailureKind, detail: str) -> Measured:
-    return Measured(outcome=TrialOutcome.failed(kind, detail))
 
 
 def last_lines(log: Path, start: int, *, count: int = 3) -> str:
@@ -272,11 +227,3 @@ def last_lines(log: Path, start: int, *, count: int = 3) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _no_say(_text: str) -> None:
-    """Discard the text."""
-
-
-def _no_tick() -> None:
-    """Do nothing while waiting."""
