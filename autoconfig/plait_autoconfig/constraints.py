@@ -9,7 +9,6 @@ A constraint that names an inactive knob does not apply. Names of knobs may have
 from __future__ import annotations
 
 import ast
-import difflib
 import keyword
 import operator
 import re
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from plait_autoconfig.errors import SpaceError
+from plait_autoconfig.errors import SpaceError, hint
 from plait_autoconfig.values import Config
 
 KNOB_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*", re.ASCII)
@@ -195,9 +194,7 @@ class _Reader:
     def _knob(self, name: str) -> _Term:
         name = self._own_names.get(name, name)
         if name not in self._knobs:
-            close = difflib.get_close_matches(name, self._knobs, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; they are {', '.join(self._knobs)}"
-            raise SpaceError(f"{self._what} names {name}, which is no knob{hint}")
+            raise SpaceError(f"{self._what} names {name}, which is no knob; {hint(name, self._knobs)}")
         self.names.add(name)
         return lambda config: config[name]
 

@@ -18,6 +18,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 
 class TunerError(Exception):
     """Base of all tuner errors; its text is one sentence for the person at the terminal."""
@@ -73,3 +76,9 @@ class NothingValid(JobBroken):
 
 class JobBusy(JobError):
     """Wait for the other process, or stop it."""
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """Return what somebody may have meant who gave a name that is not known."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"they are {', '.join(known)}"

@@ -66,8 +66,8 @@ def read_map(path: Path) -> CsvMap:
         return CsvMap.model_validate(strict_yaml.parse(path.read_text(encoding="utf-8"), "the map")[1])
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the map"
-        raise LibraryError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+        said = strict_yaml.sentence(dict(first), ".".join(map(str, first["loc"])) or "the map")
+        raise LibraryError(f"{path}: {said}") from error
     except (OSError, ValueError) as error:
         raise LibraryError(f"{path}: {error}") from error
 

@@ -21,20 +21,45 @@ _ON_GRID = 1e-5  # of a step: a value that went through a text file with seven d
 When: TypeAlias = Mapping[str, tuple[Value, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntKnob:
-    """`low`, `low + step`, ... up to `high`. `log` requires `step` 1; powers of two are an ordered choice."""
+@dataclass(frozen=True, kw_only=True)
+class _Range:
+    """What ranges have in common."""
 
     name: str
-    low: int
-    high: int
-    step: int = 1
+    low: float
+    high: float
+    step: float | None = None
     log: bool = False
     unit: str = ""
     when: When = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_range(self.name, self.low, self.high, self.step, log=self.log)
+        low, high, step = self.low, self.high, self.step
+        _require(bool(self.name), "a knob", "has no name")
+        _require(math.isfinite(low) and math.isfinite(high), self.name, f"has no finite range ({low} to {high})")
+        _require(low <= high, self.name, f"has an empty range: low {low:g} is above high {high:g}")
+        is_step = step is None or (math.isfinite(step) and step > 0)
+        _require(is_step, self.name, f"step is {step}, but must be above 0")
+        _require(not self.log or low > 0, self.name, f"log needs a low above 0, not {low:g}")
+
+    def place(self, value: Value) -> float:
+        """Return the position of the value in [0, 1]."""
+        low, high, at = self.low, self.high, float(value)
+        if low == high:
+            return 0.0
+        return math.log(at / low) / math.log(high / low) if self.log else (at - low) / (high - low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntKnob(_Range):
+    """`low`, `low + step`, ... up to `high`. `log` requires `step` 1; powers of two are an ordered choice."""
+
+    low: int
+    high: int
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _require(not self.log or self.step == 1, self.name, "log needs step 1; give powers of two as an ordered choice")
 
     @property
@@ -54,10 +79,6 @@ class IntKnob:
             raise _outside(self.name, value, f"a whole number from {self.low} to {self.high}{steps}{_of(self.unit)}")
         return value
 
-    def place(self, value: Value) -> float:
-        """Return the position of the value in [0, 1]."""
-        return _place(float(value), self.low, self.high, log=self.log)
-
     def draw(self, u: float) -> Value:
         """Return the value at `u` in [0, 1); every value has the same share, or every octave with `log`."""
         if self.log:
@@ -65,20 +86,12 @@ class IntKnob:
         return self.value_at(int(u * ((self.high - self.low) // self.step + 1)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FloatKnob:
+@dataclass(frozen=True, kw_only=True)
+class FloatKnob(_Range):
     """`low` to `high`, in increments of `step` if given (exact in decimal: 0.1, 0.2, 0.3)."""
 
-    name: str
-    low: float
-    high: float
-    step: float | None = None
-    log: bool = False
-    unit: str = ""
-    when: When = field(default_factory=dict)
-
     def __post_init__(self) -> None:
-        _check_range(self.name, self.low, self.high, self.step, log=self.log)
+        super().__post_init__()
         _require(not self.log or self.step is None, self.name, "log and step exclude each other; use an ordered choice")
 
     @property
@@ -99,20 +112,15 @@ class FloatKnob:
         wanted += f" in steps of {self.step:g}{_of(self.unit)}" if self.step else _of(self.unit)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise _outside(self.name, value, wanted)
-        count = self.count
-        if self.step is None or count is None:
-            if not self.low <= value <= self.high:
-                raise _outside(self.name, value, wanted)
-            return float(value)
-        index = round((value - self.low) / self.step)
-        on_grid = abs((value - self.low) / self.step - index) <= _ON_GRID
-        if not on_grid or not 0 <= index < count:
+        if self.step is None:
+            known: Value | None = float(value) if self.low <= value <= self.high else None
+        else:
+            steps = (value - self.low) / self.step
+            is_known = abs(steps - round(steps)) <= _ON_GRID and 0 <= round(steps) < (self.count or 0)
+            known = self.value_at(round(steps)) if is_known else None
+        if known is None:
             raise _outside(self.name, value, wanted)
-        return self.value_at(index)
-
-    def place(self, value: Value) -> float:
-        """Return the position of the value in [0, 1]."""
-        return _place(float(value), self.low, self.high, log=self.log)
+        return known
 
     def draw(self, u: float) -> Value:
         """Return the value at `u` in [0, 1)."""
@@ -168,20 +176,6 @@ class ChoiceKnob:
 
 
 Knob: TypeAlias = IntKnob | FloatKnob | ChoiceKnob
-
-
-def _check_range(name: str, low: float, high: float, step: float | None, *, log: bool) -> None:
-    _require(bool(name), "a knob", "has no name")
-    _require(math.isfinite(low) and math.isfinite(high), name, f"has no finite range ({low} to {high})")
-    _require(low <= high, name, f"has an empty range: low {low:g} is above high {high:g}")
-    _require(step is None or (math.isfinite(step) and step > 0), name, f"step is {step}, but must be above 0")
-    _require(not log or low > 0, name, f"log needs a low above 0, not {low:g}")
-
-
-def _place(value: float, low: float, high: float, *, log: bool) -> float:
-    if low == high:
-        return 0.0
-    return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
 
 
 def _require(condition: bool, name: str, problem: str) -> None:

@@ -64,7 +64,7 @@ class DesignerSampler(BaseSampler):
     ) -> dict[str, Any]:
         """Return the designer's proposal; nothing for a trial whose knobs were all enqueued by the user."""
         self._check(study)
-        if self._is_whole(trial.system_attrs.get(_FIXED, {})):
+        if self._space.includes(trial.system_attrs.get(_FIXED, {})):
             return {}
         with self._lock:
             self._catch_up(study)
@@ -75,14 +75,11 @@ class DesignerSampler(BaseSampler):
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         """Raise `OutsideSpace`: only called for parameters outside the proposal, an error in the objective function."""
-        knob = self._space.by_name.get(param_name)
-        if knob is None:
-            msg = f"{param_name} is no knob of the space; they are {', '.join(self._space.by_name)}"
-        elif param_distribution != self._distributions[param_name]:
-            wanted = self._distributions[param_name]
-            msg = f"{param_name} is suggested from {param_distribution}, but the space has {wanted}"
-        else:
-            raise OutsideSpace(f"{param_name} is suggested, but has no meaning in this configuration")
+        if param_name not in self._space.by_name:
+            raise OutsideSpace(f"{param_name} is no knob of the space; they are {', '.join(self._space.by_name)}")
+        if param_distribution != (wanted := self._distributions[param_name]):
+            raise OutsideSpace(f"{param_name} is suggested from {param_distribution}, but the space has {wanted}")
+        raise OutsideSpace(f"{param_name} is suggested, but has no meaning in this configuration")
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """Tell the designer the result of the trial, also when it failed."""
@@ -122,13 +119,6 @@ class DesignerSampler(BaseSampler):
             metrics[limit.metric] = limit.metric_at(excess)
         metrics.update({goal.metric: value for goal, value in zip(self._objective.goals, values, strict=True)})
         return TrialOutcome(metrics=metrics)
-
-    def _is_whole(self, config: Config) -> bool:
-        try:
-            self._space.check(config)
-        except OutsideSpace:
-            return False
-        return True
 
     def _check(self, study: Study) -> None:
         wanted = [

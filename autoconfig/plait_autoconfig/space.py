@@ -8,7 +8,6 @@ by `MAX_SAMPLED` cells of a Sobol sequence with a fixed seed: every designer, in
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait_autoconfig.constraints import KNOB_NAME, Constraint
-from plait_autoconfig.errors import EmptySpace, OutsideSpace, SpaceError
+from plait_autoconfig.errors import EmptySpace, OutsideSpace, SpaceError, hint
 from plait_autoconfig.knobs import ChoiceKnob, Knob
 from plait_autoconfig.values import Config, Value
 
@@ -79,9 +78,7 @@ class Space:
         """
         for name in config:
             if name not in self.by_name:
-                close = difflib.get_close_matches(name, self.by_name, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(self.by_name)}"
-                raise OutsideSpace(f"{name} is no knob of this space; {hint}")
+                raise OutsideSpace(f"{name} is no knob of this space; {hint(name, self.by_name)}")
         checked: dict[str, Value] = {}
         for knob in self.knobs:
             if is_active(knob, checked):
@@ -93,6 +90,14 @@ class Space:
                 values = ", ".join(f"{name} = {checked[name]}" for name in sorted(constraint.names))
                 raise OutsideSpace(f"`{constraint.text}` does not hold for {values}")
         return checked
+
+    def includes(self, config: Config) -> bool:
+        """Return whether `check` passes."""
+        try:
+            self.check(config)
+        except OutsideSpace:
+            return False
+        return True
 
     def key(self, config: Config) -> Hashable:
         """Return a key that is the same for equal configurations; None stands for an inactive knob."""

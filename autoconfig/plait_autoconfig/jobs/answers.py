@@ -6,17 +6,17 @@ measurements of it and of the reference, because the best of many trials is part
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from plait_autoconfig.jobs.plan import candidates_of, verdict_on
 from plait_autoconfig.jobs.promised_rate import held_rate
-from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
+from plait_autoconfig.jobs.records import Record, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, PromisedRate, Recommendation
 from plait_autoconfig.jobs.uncertainty import Noise
 from plait_autoconfig.objective import GOODPUT_PER_S, Goal
-from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, cells_of
+from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, cells_of, config_key
 
 _OPEN = 0.8  # less sure than this, the answer says that more could be found out
 
@@ -44,12 +44,6 @@ def recommendations(spec: JobSpec, records: Sequence[Record]) -> tuple[Recommend
     )
 
 
-def noise_of(metric: str, groups: Mapping[Hashable, Sequence[TrialOutcome]], *, seed: int) -> Noise:
-    """Return the noise of a metric, estimated from the outcomes grouped by configuration."""
-    values = [[each.metrics[metric] for each in group if each.failure is None] for group in groups.values()]
-    return Noise(values, seed=seed)
-
-
 def gain_of(goal: Goal, metrics: Mapping[str, float], reference: Mapping[str, float]) -> float | None:
     """Return how many times better than the reference; None if that is undefined."""
     ours, theirs = metrics.get(goal.metric, 0.0), reference.get(goal.metric, 0.0)
@@ -68,9 +62,7 @@ def _recommendation(
     confirmed: bool,
     sure: float,
 ) -> Recommendation:
-    groups: dict[Hashable, list[TrialOutcome]] = {}
-    for trial in trials:
-        groups.setdefault(config_key(trial.config), []).append(trial.outcome)
+    measured = [(trial.config, trial.outcome) for trial in trials]
     gain: dict[str, Interval] = {}
     chances: list[float | None] = []
     for goal in spec.goal.goals if reference is not None else ():
@@ -78,7 +70,7 @@ def _recommendation(
         if not ours or not theirs or min(*ours, *theirs) <= 0.0:
             continue
         over, under = (ours, theirs) if goal.direction == "max" else (theirs, ours)
-        noise = noise_of(goal.metric, groups, seed=spec.seed)
+        noise = Noise.of(goal.metric, measured, seed=spec.seed)
         gain[goal.metric] = noise.ratio(over, under)
         chances.append(noise.chance_above(over, under))
     is_reference = config_key(cell.config) == config_key(spec.default)
@@ -92,7 +84,7 @@ def _recommendation(
         rounds=len(cell.trials),
         changes=changes_of(spec.default, cell.config),
         sentence="",
-        capacity=_capacity(spec, groups, cell),
+        capacity=_capacity(spec, measured, cell),
         promise=held_rate(spec, records, cell.config),
     )
     return _with_sentence(spec, records, made, reference, sure)
@@ -105,12 +97,11 @@ def changes_of(reference: Config, config: Config) -> dict[str, tuple[Value | Non
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _capacity(spec: JobSpec, groups: Mapping[Hashable, Sequence[TrialOutcome]], cell: Cell) -> Interval | None:
+def _capacity(spec: JobSpec, measured: Sequence[tuple[Config, TrialOutcome]], cell: Cell) -> Interval | None:
     """Return the rate per second that the configuration answers in time; None unless the job searched for it."""
-    ran = [each for group in groups.values() for each in group if each.failure is None]
-    if not spec.is_capacity_search or not all(GOODPUT_PER_S in each.metrics for each in ran):
+    if not spec.is_capacity_search or not all(each.failure or GOODPUT_PER_S in each.metrics for _, each in measured):
         return None
-    return noise_of(GOODPUT_PER_S, groups, seed=spec.seed).mean(_values(GOODPUT_PER_S, cell))
+    return Noise.of(GOODPUT_PER_S, measured, seed=spec.seed).mean(_values(GOODPUT_PER_S, cell))
 
 
 def _values(metric: str, cell: Cell | None) -> list[float]:

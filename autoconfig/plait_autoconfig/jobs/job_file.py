@@ -41,7 +41,10 @@ def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
         if location[:1] == ("target",):
             location = (location[0], *location[2:])  # without the kind of target
         at = _line_of(root, location)
-        raise JobRefused(f"{source}{f', line {at}' if at else ''}: {_sentence(first, location)}") from error
+        beside = " for a service of yours" if first["loc"][:2] == ("target", "service") else ""
+        said = strict_yaml.sentence(first, ".".join(map(str, location)) or "the job", beside=beside)
+        said = said.removeprefix("the job: ") if first["type"] == "value_error" else said
+        raise JobRefused(f"{source}{f', line {at}' if at else ''}: {said}") from error
     except JobRefused as error:
         raise JobRefused(f"{source}: {error}") from error
 
@@ -87,21 +90,6 @@ def _absolute(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             elif isinstance(each, str) and each not in builtin_names():
                 changed["scenarios"][at] = absolute(each, folder)
     return changed
-
-
-def _sentence(first: Mapping[str, Any], location: _Location) -> str:
-    field = ".".join(map(str, location)) or "the job"
-    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "must")
-    if first["type"] == "missing":
-        return f"{field} must be given"
-    if first["type"] == "extra_forbidden":
-        beside = " for a service of yours" if first["loc"][:2] == ("target", "service") else ""
-        return f"{field}: there is no such setting{beside}"
-    if first["type"] == "value_error":
-        return message if not location else f"{field}: {message}"
-    given = repr(first["input"])
-    shown = given if len(given) <= 60 else f"{given[:57]}..."
-    return f"{field}: {message[0].lower()}{message[1:]}, not {shown}"
 
 
 def _line_of(root: yaml.Node | None, location: _Location) -> int | None:

@@ -8,16 +8,17 @@ checks of the rate that is promised.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from plait_autoconfig.confidence import Verdict, next_runs, verdict
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.promised_rate import is_wanted, next_check
-from plait_autoconfig.jobs.records import Record, config_key, trials_of
-from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Cell, Config, TrialOutcome
+from plait_autoconfig.jobs.records import Record, trials_of
+from plait_autoconfig.jobs.spec import JobSpec, Stop
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, config_key
 
 _MAX_INVALID = 2  # measurements more than wanted, for those whose load test was invalid
 
@@ -98,6 +99,23 @@ def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
     return outlook.stop
 
 
+def why_stalled(objective: Objective, stop: Stop, trials: Sequence[Trial]) -> str:
+    """Return a sentence if the last `stop.patience` trials made the best not better by `stop.least_gain`, or, with
+    several goals, brought nothing to the front; empty to continue, as before a feasible configuration was found."""
+    before = trials[: -stop.patience] if stop.patience else ()
+    if len(objective.goals) > 1:
+        old, new = ({config_key(cell.config) for cell in objective.front(each)} for each in (before, trials))
+        stalled = bool(old) and new <= old
+    else:
+        best, now = (objective.best(each) for each in (before, trials))
+        goal = objective.goals[0]
+        loss = None if best is None else goal.loss(best.outcome.metrics)
+        stalled = (
+            loss is not None and now is not None and loss - goal.loss(now.outcome.metrics) < stop.least_gain * abs(loss)
+        )
+    return f"the last {stop.patience} trials brought no improvement of {100.0 * stop.least_gain:g} %" if stalled else ""
+
+
 def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
     """Return the seconds for one more trial, the confirmation and the checks, from the means of past measurements: a
     trial may end early, what is compared with does not."""
@@ -150,7 +168,7 @@ def _is_reference_due(spec: JobSpec, active: Sequence[Record]) -> bool:
 def _searching(spec: JobSpec, active: Sequence[Record]) -> Step:
     if _is_reference_due(spec, active):
         return RunMeasurement(MeasurementKind.REFERENCE, spec.default)
-    for group in _by_key(active, MeasurementKind.TRIAL).values():
+    for group in _grouped(record for record in active if record.kind is MeasurementKind.TRIAL).values():
         wanted = _wanted(group, spec.repeats)
         if wanted and any(record.valid for record in group):
             return RunMeasurement(MeasurementKind.TRIAL, group[0].config)
@@ -165,11 +183,11 @@ def _wanted(group: Sequence[Record], times: int) -> bool:
     return counted < times and len(group) < times + _MAX_INVALID
 
 
-def _by_key(records: Sequence[Record], kind: MeasurementKind) -> dict[Hashable, list[Record]]:
+def _grouped(records: Iterable[Record]) -> dict[Hashable, list[Record]]:
+    """Return the records by configuration."""
     groups: dict[Hashable, list[Record]] = {}
     for record in records:
-        if record.kind is kind:
-            groups.setdefault(record.key, []).append(record)
+        groups.setdefault(record.key, []).append(record)
     return groups
 
 
@@ -189,10 +207,7 @@ class Candidate:
 
 def candidates_of(records: Sequence[Record]) -> tuple[Candidate, ...]:
     """Return everything that was measured, the reference included, in the order of the first measurements."""
-    groups: dict[Hashable, list[Record]] = {}
-    for record in records:
-        if record.kind.compares and (record.valid or record.status == "running"):
-            groups.setdefault(record.key, []).append(record)
+    groups = _grouped(each for each in records if each.kind.compares and (each.valid or each.status == "running"))
     return tuple(
         Candidate(
             config=group[0].config,
@@ -237,7 +252,7 @@ def _confirming_front(spec: JobSpec, active: Sequence[Record]) -> Step | None:
     chosen = ends_first(front, spec.goal.goals[0].metric)[: spec.confirm.best]
     if not chosen:
         return None
-    done = _by_key(active, MeasurementKind.CONFIRM)
+    done = _grouped(record for record in active if record.kind is MeasurementKind.CONFIRM)
     configs = [spec.default, *(cell.config for cell in chosen)]
     groups = [done.get(config_key(config), []) for config in configs]
     wanted = [at for at, group in enumerate(groups) if _wanted(group, spec.confirm.times)]

@@ -12,11 +12,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.records import Record, config_key
+from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import PromisedRate
 from plait_autoconfig.objective import GOODPUT_PER_S
-from plait_autoconfig.values import Config, pooled
+from plait_autoconfig.values import Config, config_key, pooled
 
 SLO_MET = "slo_met"
 """1 where a load at a given rate kept the scenario's SLO, else 0."""

@@ -8,10 +8,9 @@ from collections.abc import Hashable, Sequence
 from plait_autoconfig.designers.protocols import Designer
 from plait_autoconfig.errors import Exhausted, OutsideSpace
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.records import Record, config_key
+from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.jobs.stopping import why_nothing_is_left
-from plait_autoconfig.values import Config
+from plait_autoconfig.values import Config, config_key
 
 
 class Proposals:
@@ -62,8 +61,11 @@ class Proposals:
     def _why_stop(self, records: Sequence[Record]) -> str:
         stop = self._spec.stop
         made = sum(record.kind is MeasurementKind.TRIAL and record.valid for record in records)
-        enough = made >= stop.least_trials
-        return why_nothing_is_left(self._designer, expected_gain=stop.expected_gain) if enough else ""
+        if made < stop.least_trials or not stop.expected_gain:
+            return ""
+        regret = self._designer.expected_regret()
+        said = f"the designer expects no more than {100.0 * regret:.2g} % to be left to gain"
+        return said if regret < stop.expected_gain else ""
 
     def _tell(self, record: Record) -> None:
         self._asked.pop(record.key, None)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from plait_autoconfig.jobs.answers import gain_of, noise_of, recommendations
+from plait_autoconfig.jobs.answers import gain_of, recommendations
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
-from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
+from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over, why_stalled
 from plait_autoconfig.jobs.promised_rate import holds
-from plait_autoconfig.jobs.records import JobFacts, Record, config_key, given_up, trials_of
+from plait_autoconfig.jobs.records import JobFacts, Record, given_up, searched_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining
-from plait_autoconfig.jobs.stopping import NoImprovement
 from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.jobs.uncertainty import Noise
 from plait_autoconfig.objective import Goal
-from plait_autoconfig.values import Cell, Trial, TrialOutcome, cells_of
+from plait_autoconfig.values import Cell, Trial, TrialOutcome, cells_of, config_key
 
 
 def read_state(store: JobStore, *, now_s: float | None = None) -> JobState:
@@ -44,9 +44,7 @@ def state_of(
     outlook = outlook_of(spec, records, used_s=used_s, exhausted=facts.exhausted)
     phase, reason = _phase(spec, records, outlook, facts, is_alone=workers == ())
     unsaid = (facts.failure,) if facts.failure not in {"", reason} else ()  # an over job may have failed at its end
-    trials = [
-        *trials_of(record for record in records if record.kind in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
-    ]
+    trials = searched_trials(records)
     best, front = _bests(spec, records, trials)
     cells = spec.space.cells()
     return JobState(
@@ -79,11 +77,10 @@ def used_seconds(records: Sequence[Record], *, now_s: float) -> float:
 def outlook_of(spec: JobSpec, records: Sequence[Record], *, used_s: float, exhausted: str) -> Outlook:
     """Return what `next_step` needs besides the records."""
     minutes = spec.budget.minutes
-    rule = NoImprovement(spec.stop.patience, spec.stop.least_gain)
     trials = trials_of(record for record in records if record.kind is MeasurementKind.TRIAL)
     return Outlook(
         left_s=None if minutes is None else 60.0 * minutes - used_s,
-        stop=exhausted or rule.why_stop(spec.goal, trials),
+        stop=exhausted or why_stalled(spec.goal, spec.stop, trials),
     )
 
 
@@ -146,26 +143,18 @@ def _drift(records: Sequence[Record]) -> tuple[DriftPoint, ...]:
 
 def _bests(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) -> tuple[Best | None, tuple[Best, ...]]:
     goal = spec.goal
-    groups = _raw_groups(records)
     reference = next((cell for cell in cells_of(trials) if config_key(cell.config) == config_key(spec.default)), None)
     if len(goal.goals) > 1:
-        return None, tuple(_best(spec, cell, reference, groups) for cell in goal.front(trials))
+        return None, tuple(_best(spec, records, cell, reference) for cell in goal.front(trials))
     cell = goal.best(trials)
-    return (None if cell is None else _best(spec, cell, reference, groups)), ()
+    return (None if cell is None else _best(spec, records, cell, reference)), ()
 
 
-def _raw_groups(records: Sequence[Record]) -> Mapping[Hashable, Sequence[TrialOutcome]]:
-    """Return outcomes as measured, by configuration: their scatter includes drift, so intervals are rather too wide."""
-    groups: dict[Hashable, list[TrialOutcome]] = {}
-    for record in records:
-        if record.kind.compares and record.valid and record.raw is not None:
-            groups.setdefault(record.key, []).append(record.raw)
-    return groups
-
-
-def _best(spec: JobSpec, cell: Cell, reference: Cell | None, groups: Mapping[Hashable, Sequence[TrialOutcome]]) -> Best:
+def _best(spec: JobSpec, records: Sequence[Record], cell: Cell, reference: Cell | None) -> Best:
+    # As measured: their scatter includes drift, so intervals are rather too wide.
+    measured = [(record.config, record.raw) for record in records if record.kind.compares]
     goals = {
-        goal.metric: noise_of(goal.metric, groups, seed=spec.seed).mean(
+        goal.metric: Noise.of(goal.metric, measured, seed=spec.seed).mean(
             [trial.outcome.metrics[goal.metric] for trial in cell.trials if trial.outcome.failure is None]
         )
         for goal in spec.goal.goals

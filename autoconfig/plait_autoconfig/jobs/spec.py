@@ -368,27 +368,21 @@ class JobSpec(_SpecModel):
 
     def _check_service(self, target: ServiceTarget) -> None:
         """Check what the service costs. Raises `SpaceError` or `ValueError`."""
-        formulas = [formula for formula in self.reserved_by.values() if formula is not None]
-        for config in (*self.space.cells(), self.default):
-            for formula in formulas:
-                formula.value(config)
+        known = {name: formula for name, formula in self.reserved_by.items() if formula is not None}
+        configs = (*self.space.cells(), self.default)
+        taken = [{name: formula.value(config) for name, formula in known.items()} for config in configs]
         named = target.reserves.cores or target.reserves.gpus
         if self.goal.costs and self.prices.basis == "reserved" and not named:
             raise ValueError(f"{self.goal.costs[0]} needs target.reserves: what a configuration takes, {{cores: 2}}")
-        if GOODPUT_PER_COST in self.goal.costs and self.prices.basis == "reserved":
-            self._check_price()
-        if target.apply and self.prices.basis == "used":
-            raise ValueError("prices.basis: what a service uses is only seen of one that target.command starts")
-
-    def _check_price(self) -> None:
-        """Check that no configuration is for nothing, as far as that is known. Raises `ValueError`."""
         prices = {"cores": self.prices.core, "gpus": self.prices.gpu, "memory_gib": self.prices.gib}
-        if prices["memory_gib"] and self.reserved_by["memory_gib"] is None:  # as measured
-            return
-        for config in (*self.space.cells(), self.default):
-            if not any(prices[name] and each.value(config) for name, each in self.reserved_by.items() if each):
+        is_measured = bool(self.prices.gib) and "memory_gib" not in known  # then nobody knows before
+        for config, amounts in zip(configs, taken, strict=True):
+            is_free = not any(prices[name] and amount for name, amount in amounts.items()) and not is_measured
+            if is_free and GOODPUT_PER_COST in self.goal.costs and self.prices.basis == "reserved":
                 shown = ", ".join(f"{name} = {value}" for name, value in config.items())
                 raise ValueError(f"{GOODPUT_PER_COST} needs a cost, and by prices and target.reserves {shown} has none")
+        if target.apply and self.prices.basis == "used":
+            raise ValueError("prices.basis: what a service uses is only seen of one that target.command starts")
 
     @cached_property
     def reserved_by(self) -> Mapping[str, Formula | None]:

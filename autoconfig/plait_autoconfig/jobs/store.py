@@ -126,7 +126,7 @@ class JobStore:
         """Store how a measurement ended. Return False, storing nothing, if it was already declared lost, or the job was
         begun anew since it was claimed."""
         with _transaction(self.folder, write=True) as db:
-            known = _known(db, record.number)
+            known = next((each for each in _records(db) if each.number == record.number), None)
             if known is None or known.status != "running" or known.claim.nonce != record.claim.nonce:
                 return False
             _write(db, record)
@@ -243,11 +243,6 @@ def _write_facts(db: sqlite3.Connection, facts: JobFacts) -> None:
 
 def _records(db: sqlite3.Connection) -> tuple[Record, ...]:
     return tuple(_record(text) for (text,) in db.execute("SELECT record FROM measurement ORDER BY number"))
-
-
-def _known(db: sqlite3.Connection, number: int) -> Record | None:
-    row = db.execute("SELECT record FROM measurement WHERE number = ?", (number,)).fetchone()
-    return None if row is None else _record(row[0])
 
 
 @lru_cache(maxsize=4096)

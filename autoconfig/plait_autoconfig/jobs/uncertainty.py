@@ -10,12 +10,14 @@ chapters 9 and 11).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plait_autoconfig.jobs.state import Interval
+from plait_autoconfig.values import Config, TrialOutcome, config_key
 
 CONFIDENCE = 0.95
 _DRAWS = 4000
@@ -28,6 +30,15 @@ class Noise:
 
     def __init__(self, groups: Iterable[Sequence[float]], *, seed: int) -> None:
         self._pool, self._seed = _pool([np.asarray(group, np.float64) for group in groups]), seed
+
+    @classmethod
+    def of(cls, metric: str, measured: Iterable[tuple[Config, TrialOutcome | None]], *, seed: int) -> Self:
+        """Return the noise of a metric by all outcomes that have it."""
+        groups: dict[Hashable, list[float]] = {}
+        for config, outcome in measured:
+            if outcome is not None and metric in outcome.metrics:
+                groups.setdefault(config_key(config), []).append(outcome.metrics[metric])
+        return cls(groups.values(), seed=seed)
 
     @property
     def known(self) -> bool:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from plait_autoconfig.errors import OutsideSpace
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.records import config_key
 from plait_autoconfig.jobs.state import JobState, MeasurementRow
 from plait_autoconfig.jobs.uncertainty import Noise
-from plait_autoconfig.objective import Goal, Objective
+from plait_autoconfig.objective import Goal, Objective, beats
 from plait_autoconfig.report import charts
 from plait_autoconfig.report.charts import Dot, StairStep
 from plait_autoconfig.report.formatting import config_text, with_unit
-from plait_autoconfig.space import Space
-from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, cells_of, pooled
+from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, cells_of, config_key, pooled
 
 
 def finished(state: JobState) -> tuple[MeasurementRow, ...]:
@@ -34,7 +30,7 @@ def trials(state: JobState) -> tuple[Trial, ...]:
 
 def cells(state: JobState) -> tuple[Cell, ...]:
     """Return the results of each configuration of the space; a reference outside the space is left out."""
-    return tuple(cell for cell in cells_of(trials(state)) if _inside(state.spec.space, cell.config))
+    return tuple(cell for cell in cells_of(trials(state)) if state.spec.space.includes(cell.config))
 
 
 def metrics_of(state: JobState, config: Config, *, confirmed: bool = False) -> Mapping[str, float]:
@@ -79,11 +75,7 @@ def best_over_time(state: JobState, goal: Goal) -> tuple[StairStep, ...]:
 
 def noise_of(state: JobState, goal: Goal) -> Noise:
     """Return the scatter of measurements of one configuration; it includes the drift, so it is rather too large."""
-    groups: dict[Hashable, list[float]] = {}
-    for row in finished(state):
-        if row.raw is not None and goal.metric in row.raw.metrics:
-            groups.setdefault(config_key(row.config), []).append(row.raw.metrics[goal.metric])
-    return Noise(groups.values(), seed=state.spec.seed)
+    return Noise.of(goal.metric, ((row.config, row.raw) for row in finished(state)), seed=state.spec.seed)
 
 
 def _step(number: int, values: Sequence[float], noise: Noise) -> StairStep:
@@ -92,32 +84,29 @@ def _step(number: int, values: Sequence[float], noise: Noise) -> StairStep:
     return StairStep(x=number, y=mean.value, low=low, high=high)
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """Draws a job's rows as dots, distinguishing the default and the recommended configurations."""
+def dots(state: JobState, metric: str, places: Iterable[tuple[MeasurementRow, float]]) -> list[Dot]:
+    """Return rows as dots, each at its place on the x axis; their height is `metric`."""
+    default, chosen = config_key(state.spec.default), recommended_keys(state)
+    return [
+        Dot(
+            x=x,
+            y=None if row.outcome is None else row.outcome.metrics.get(metric),
+            kind=_kind(row, default),
+            text=dot_text(row, metric),
+            chosen=config_key(row.config) in chosen,
+        )
+        for row, x in places
+    ]
 
-    default: Hashable
-    chosen: frozenset[Hashable]
 
-    @classmethod
-    def of(cls, state: JobState) -> Marker:
-        """Return a marker for the rows of this job."""
-        return cls(config_key(state.spec.default), recommended_keys(state))
-
-    def dot(self, row: MeasurementRow, *, x: float, metric: str) -> Dot:
-        """Return the row as a dot at `x`; its height is `metric`."""
-        y = None if row.outcome is None else row.outcome.metrics.get(metric)
-        chosen = config_key(row.config) in self.chosen
-        return Dot(x=x, y=y, kind=self._kind(row), text=dot_text(row, metric), chosen=chosen)
-
-    def _kind(self, row: MeasurementRow) -> charts.Kind:
-        if row.outcome is None or row.outcome.failure is not None:
-            return "failed"
-        if config_key(row.config) == self.default:
-            return "reference"
-        if not row.feasible:
-            return "over"
-        return "confirm" if row.kind is MeasurementKind.CONFIRM else "ok"
+def _kind(row: MeasurementRow, default: Hashable) -> charts.Kind:
+    if row.outcome is None or row.outcome.failure is not None:
+        return "failed"
+    if config_key(row.config) == default:
+        return "reference"
+    if not row.feasible:
+        return "over"
+    return "confirm" if row.kind is MeasurementKind.CONFIRM else "ok"
 
 
 def dot_text(row: MeasurementRow, metric: str) -> str:
@@ -140,7 +129,9 @@ def pareto_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float],
     """Return the recommended front (or the one so far) projected onto two of its goals: the corners of a staircase, in
     the order of the first goal's metric."""
     known = [each.metrics for each in state.answers or state.front]
-    points = sorted({(each[x.metric], each[y.metric]) for each in known if not _beaten(each, known, (x, y))})
+    losses = [(x.loss(each), y.loss(each)) for each in known]
+    best = [each for each, own in zip(known, losses, strict=True) if not any(beats(other, own) for other in losses)]
+    points = sorted({(each[x.metric], each[y.metric]) for each in best})
     corners: list[tuple[float, float]] = []
     for point in points:
         if corners:
@@ -149,21 +140,6 @@ def pareto_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float],
             corners.append((point[0], before[1]) if x.direction == "min" else (before[0], point[1]))
         corners.append(point)
     return tuple(corners)
-
-
-def _beaten(metrics: Mapping[str, float], others: Sequence[Mapping[str, float]], goals: Sequence[Goal]) -> bool:
-    """Return whether another one is at least as good in all of these goals and better in one."""
-    own = [goal.loss(metrics) for goal in goals]
-    losses = [[goal.loss(other) for goal in goals] for other in others]
-    return any(loss != own and all(a <= b for a, b in zip(loss, own, strict=True)) for loss in losses)
-
-
-def _inside(space: Space, config: Config) -> bool:
-    try:
-        space.check(config)
-    except OutsideSpace:
-        return False
-    return True
 
 
 def _differ(one: StairStep | None, other: StairStep) -> bool:

@@ -42,10 +42,9 @@ def progress(state: JobState) -> str:
     rows = figures.finished(state)
     if not rows:
         return ""
-    marker = figures.Marker.of(state)
     drawn = []
     for goal in state.spec.goal.goals:
-        dots = [marker.dot(row, x=row.number, metric=goal.metric) for row in rows]
+        dots = figures.dots(state, goal.metric, ((row, row.number) for row in rows))
         steps = figures.best_over_time(state, goal)
         default = figures.metrics_of(state, state.spec.default).get(goal.metric)
         axes = Axes(
@@ -118,8 +117,7 @@ def slices(state: JobState) -> str:
     rows, goal = figures.finished(state), state.spec.goal.goals[0]
     if not any(row.outcome is not None and row.outcome.metrics for row in rows):
         return ""
-    marker = figures.Marker.of(state)
-    drawn = "".join(figure(_slice(marker, knob, rows, goal)) for knob in state.spec.space.knobs)
+    drawn = "".join(figure(_slice(state, knob, rows, goal)) for knob in state.spec.space.knobs)
     what = metric_title(goal.metric).capitalize()
     note = f"{what} over one knob at a time; the others vary too, so a trend may belong to another knob."
     return section("Knob by knob", note, f'<div class="slices">{drawn}</div>')
@@ -175,12 +173,8 @@ def _band_words(state: JobState) -> str:
 
 def _pair(state: JobState, x: str, goal: Goal, *, front: Goal | None = None, limit: Limit | None = None) -> str:
     """Return the goal over another metric, as a figure; empty if nothing was measured."""
-    marker = figures.Marker.of(state)
-    dots = [
-        marker.dot(row, x=row.outcome.metrics[x], metric=goal.metric)
-        for row in figures.finished(state)
-        if row.outcome is not None and x in row.outcome.metrics
-    ]
+    measured = [(row, row.outcome.metrics) for row in figures.finished(state) if row.outcome is not None]
+    dots = figures.dots(state, goal.metric, ((row, metrics[x]) for row, metrics in measured if x in metrics))
     if not dots:
         return ""
     line = figures.pareto_line(state, front, goal) if front else ()
@@ -189,17 +183,11 @@ def _pair(state: JobState, x: str, goal: Goal, *, front: Goal | None = None, lim
     return _figure(partial(charts.trade_off, dots, line, axes, limit=edge), dots)
 
 
-def _slice(marker: figures.Marker, knob: Knob, rows: Sequence[MeasurementRow], goal: Goal) -> str:
-    used = [row for row in rows if knob.name in row.config]
-    values = _places(knob, [row.config[knob.name] for row in used])
-    dots = [
-        marker.dot(
-            row,
-            x=float(values.index(row.config[knob.name])) if values else float(row.config[knob.name]),
-            metric=goal.metric,
-        )
-        for row in used
-    ]
+def _slice(state: JobState, knob: Knob, rows: Sequence[MeasurementRow], goal: Goal) -> str:
+    used = [(row, row.config[knob.name]) for row in rows if knob.name in row.config]
+    values = _places(knob, [value for _, value in used])
+    places = ((row, float(values.index(value)) if values else float(value)) for row, value in used)
+    dots = figures.dots(state, goal.metric, places)
     unit = f" ({knob.unit})" if knob.unit and knob.unit not in knob.name else ""
     axes = Axes(x=f"{knob.name}{unit}", y="", label=f"{goal.metric} over {knob.name}")
     return charts.knob_slice(dots, axes, names=[value_text(value) for value in values])

@@ -6,11 +6,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.records import config_key
 from plait_autoconfig.jobs.state import JobState, MeasurementRow, Recommendation
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.report import figures
 from plait_autoconfig.report.formatting import change_text, config_text, metric_title, sentence, value_text
+from plait_autoconfig.values import config_key
 from plait_report.page import cell, number, row_head, section, table
 
 _KINDS = {
@@ -80,8 +80,7 @@ def _setting(value: Any) -> str:
 
 def choices(state: JobState) -> str:
     """Return the recommended front of several goals: a row per configuration."""
-    goals, limits = state.spec.goal.goals, state.spec.goal.limits
-    metrics = list(dict.fromkeys([*(goal.metric for goal in goals), *(limit.metric for limit in limits)]))
+    goals, metrics = state.spec.goal.goals, state.spec.goal.metrics
     found: Sequence[Any] = state.answers or state.front
     rows = [
         [cell(number(each.metrics.get(name)), "good" if at < len(goals) else "") for at, name in enumerate(metrics)]

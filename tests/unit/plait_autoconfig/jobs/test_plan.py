@@ -14,8 +14,9 @@ from plait_autoconfig.jobs.plan import (
     Wait,
     ends_first,
     next_step,
+    why_stalled,
 )
-from plait_autoconfig.jobs.stopping import NoImprovement
+from plait_autoconfig.jobs.spec import Stop
 from plait_autoconfig.objective import Objective, maximise, minimise
 from plait_autoconfig.values import FailureKind, TrialOutcome, cells_of
 from support.autoconfig import failed, measured
@@ -167,20 +168,20 @@ def history(*outcomes):
 
 def test_the_stop_rule_waits_for_something_feasible_and_then_for_progress():
     """Patience counts trials without an improvement worth the name."""
-    objective, rule = Objective((maximise("x"),)), NoImprovement(patience=2, least_gain=0.05)
+    objective, stop = Objective((maximise("x"),)), Stop(patience=2, least_gain=0.05)
     one = {"x": 1.0}
-    assert rule.why_stop(objective, history(one, one)) == ""
-    assert rule.why_stop(objective, history(one, one, {"x": 1.04})) == (
+    assert why_stalled(objective, stop, history(one, one)) == ""
+    assert why_stalled(objective, stop, history(one, one, {"x": 1.04})) == (
         "the last 2 trials brought no improvement of 5 %"
     )
-    assert rule.why_stop(objective, history(one, one, {"x": 1.06})) == ""
-    assert rule.why_stop(objective, history(None, None, None, None)) == ""
-    assert NoImprovement(patience=0).why_stop(objective, history(*[one] * 20)) == ""
+    assert why_stalled(objective, stop, history(one, one, {"x": 1.06})) == ""
+    assert why_stalled(objective, stop, history(None, None, None, None)) == ""
+    assert why_stalled(objective, Stop(patience=0), history(*[one] * 20)) == ""
 
 
 def test_with_several_goals_the_front_must_move():
     """A trial that joins the front is progress, a dominated one is not."""
-    objective, rule = Objective((maximise("x"), minimise("y"))), NoImprovement(patience=1)
+    objective, stop = Objective((maximise("x"), minimise("y"))), Stop(patience=1)
     first = {"x": 1.0, "y": 1.0}
-    assert rule.why_stop(objective, history(first, {"x": 2.0, "y": 2.0})) == ""
-    assert rule.why_stop(objective, history(first, {"x": 0.5, "y": 2.0})) != ""
+    assert why_stalled(objective, stop, history(first, {"x": 2.0, "y": 2.0})) == ""
+    assert why_stalled(objective, stop, history(first, {"x": 0.5, "y": 2.0})) != ""
