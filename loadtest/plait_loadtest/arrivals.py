@@ -19,8 +19,8 @@ from plait_loadtest.scenario import (
     ClosedLoopCallers,
     ConstantArrivals,
     GammaArrivals,
-    PoissonArrivals,
     RampArrivals,
+    RatedArrivals,
     StepArrivals,
     TraceArrivals,
 )
@@ -124,12 +124,7 @@ class RateProfile:
         return np.asarray(self.start_s[i] + later)
 
 
-def rate_profile(
-    arrivals: ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals,
-    *,
-    duration_s: float,
-    warm_up_s: float,
-) -> RateProfile:
+def rate_profile(arrivals: RatedArrivals, *, duration_s: float, warm_up_s: float) -> RateProfile:
     """Return the rate that `arrivals` describes over the run, warm-up included."""
     if isinstance(arrivals, RampArrivals):
         slope = (arrivals.to_rate_per_s - arrivals.rate_per_s) / duration_s
@@ -146,9 +141,7 @@ def rate_profile(
     return RateProfile(start_s, rate, slope_of)
 
 
-def _gaps(
-    arrivals: ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals, rng: np.random.Generator
-) -> Callable[[int], Floats]:
+def _gaps(arrivals: RatedArrivals, rng: np.random.Generator) -> Callable[[int], Floats]:
     """Return a function that draws a number of gaps of mean 1."""
     if isinstance(arrivals, ConstantArrivals):
         return np.ones
@@ -158,13 +151,7 @@ def _gaps(
     return rng.standard_exponential
 
 
-def _unit_times(
-    arrivals: ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals,
-    warm_up: float,
-    end: float,
-    count: int | None,
-    seed: int,
-) -> Floats:
+def _unit_times(arrivals: RatedArrivals, warm_up: float, end: float, count: int | None, seed: int) -> Floats:
     """Return arrivals in unit time, ascending: at least those of the run, and at most a few more than it needs.
 
     `warm_up`, `end`: requests expected until the end of the warm-up and of the run.

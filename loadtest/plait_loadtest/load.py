@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -20,16 +20,13 @@ from plait_loadtest.scenario import Scenario
 from plait_loadtest.validate import validate
 
 _SUFFIXES = (".yaml", ".yml", ".json")  # JSON is YAML
-_ARRIVALS: dict[str, type[BaseModel]] = {
-    "constant": model.ConstantArrivals,
-    "poisson": model.PoissonArrivals,
-    "gamma": model.GammaArrivals,
-    "ramp": model.RampArrivals,
-    "step": model.StepArrivals,
-    "trace": model.TraceArrivals,
-    "closed": model.ClosedLoopCallers,
-}
-_MIX: dict[str, type[BaseModel]] = {"images": model.ImageClass, "infer": model.InferClass, "raw": model.RawClass}
+
+
+def _by_tag(union: Any, tag: str) -> dict[str, type[BaseModel]]:
+    return {each.model_fields[tag].default: each for each in get_args(get_args(union)[0])}
+
+
+_ARRIVALS, _MIX = _by_tag(model.Arrivals, "kind"), _by_tag(model.MixClass, "api")
 
 _Node = dict[str, Any]
 
@@ -220,21 +217,9 @@ def _children(holder: object, part: str, path: str) -> list[object]:
 
 def _sentence(error: ValidationError) -> str:
     """Return the first problem, with the name of its field."""
-    first = error.errors(include_url=False, include_context=True)[0]
-    field = ".".join(_field_parts(first["loc"]))
-    given = repr(first["input"])
-    given = given if len(given) <= 60 else f"{given[:57]}..."
-    rules: dict[str, Callable[[], str]] = {
-        "missing": lambda: f"{field} must be given",
-        "extra_forbidden": lambda: f"{field}: there is no such setting{_suggestion(first['loc'])}",
-        "union_tag_invalid": lambda: (
-            f"{field}.{_tag(field)}: one of {first['ctx']['expected_tags']}, not {first['ctx']['tag']!r}"
-        ),
-        "union_tag_not_found": lambda: f"{field}.{_tag(field)} must be given",
-    }
-    message = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
-    message = message[0].lower() + message[1:]
-    return rules.get(first["type"], lambda: f"{field}: {message}, not {given}")()
+    first = error.errors(include_url=False)[0]
+    beside = _suggestion(first["loc"]) if first["type"] == "extra_forbidden" else ""
+    return strict_yaml.sentence(first, ".".join(_field_parts(first["loc"])), beside=beside)
 
 
 def _field_parts(location: tuple[int | str, ...]) -> list[str]:
@@ -245,10 +230,6 @@ def _field_parts(location: tuple[int | str, ...]) -> list[str]:
     if len(parts) > 2 and parts[0] == "mix" and parts[2] in _MIX:
         del parts[2]
     return [part for part in parts if "[" not in part]
-
-
-def _tag(field: str) -> str:
-    return "kind" if field == "arrivals" else "api"
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:

@@ -6,10 +6,11 @@ later. Durations are seconds (`_s`) or milliseconds (`_ms`), rates requests per 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -17,6 +18,8 @@ LoraName: TypeAlias = Annotated[str, Field(pattern=r"^[^/\\:<>]{1,200}$")]
 """What the server may call a LoRA, as far as a mistake is likely."""
 
 _Weight: TypeAlias = Annotated[float, Field(ge=0)]
+
+_LONGEST_S = 1e7  # some 115 days
 
 
 def _alike(value: object) -> object:
@@ -28,13 +31,30 @@ def _alike(value: object) -> object:
     return value
 
 
-Weights: TypeAlias = Annotated[dict[str, _Weight], Field(min_length=1), BeforeValidator(_alike)]
+def _weighed(weights: dict[Any, float]) -> dict[Any, float]:
+    if not sum(weights.values()) > 0:
+        raise ValueError("has no weight above 0")
+    if not math.isfinite(sum(weights.values())):
+        raise ValueError("has weights whose sum is too large for a number")
+    return weights
+
+
+_WEIGHED = AfterValidator(_weighed)
+
+Weights: TypeAlias = Annotated[dict[str, _Weight], Field(min_length=1), BeforeValidator(_alike), _WEIGHED]
 """Strings and their relative weights in the draw: `{64x64: 3, 64x32: 1}`."""
 
-NamedWeights: TypeAlias = Annotated[dict[Name, _Weight], Field(min_length=1)]
+NamedWeights: TypeAlias = Annotated[dict[Name, _Weight], Field(min_length=1), _WEIGHED]
 
-Counts: TypeAlias = Annotated[dict[int, _Weight], Field(min_length=1), BeforeValidator(_alike)]
-"""Whole numbers and their relative weights in the draw: `{1: 58, 4: 19}`."""
+_Positive: TypeAlias = Annotated[int, Field(ge=1)]
+
+Counts: TypeAlias = Annotated[dict[_Positive, _Weight], Field(min_length=1), BeforeValidator(_alike), _WEIGHED]
+"""Whole numbers above 0 and their relative weights in the draw: `{1: 58, 4: 19}`."""
+
+CountsOrNone: TypeAlias = Annotated[
+    dict[Annotated[int, Field(ge=0)], _Weight], Field(min_length=1), BeforeValidator(_alike), _WEIGHED
+]
+"""The same, from 0 on."""
 
 ClassHeaders: TypeAlias = Annotated[
     dict[str, str], Field(description="more headers of this class; those of target.headers come first")
@@ -104,7 +124,7 @@ class GammaArrivals(_ScenarioModel):
 
     kind: Literal["gamma"] = "gamma"
     rate_per_s: float = Field(gt=0)
-    burstiness: float = Field(default=1.0, gt=0)
+    burstiness: float = Field(default=1.0, ge=0.001, description="0.001: a thousand requests at once, then a pause")
 
 
 class RampArrivals(_ScenarioModel):
@@ -119,7 +139,7 @@ class StepArrivals(_ScenarioModel):
     """A Poisson process in stages: `[[seconds, rate], ...]`; the last lasts to the end, all are within `duration_s`."""
 
     kind: Literal["step"] = "step"
-    stages: tuple[tuple[float, float], ...] = Field(min_length=1)
+    stages: tuple[tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]], ...] = Field(min_length=1)
 
 
 class TraceArrivals(_ScenarioModel):
@@ -139,16 +159,10 @@ class ClosedLoopCallers(_ScenarioModel):
     concurrency: int = Field(ge=1)
 
 
-Arrivals: TypeAlias = Annotated[
-    ConstantArrivals
-    | PoissonArrivals
-    | GammaArrivals
-    | RampArrivals
-    | StepArrivals
-    | TraceArrivals
-    | ClosedLoopCallers,
-    Field(discriminator="kind"),
-]
+RatedArrivals: TypeAlias = ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals
+"""Those that follow from rates."""
+
+Arrivals: TypeAlias = Annotated[RatedArrivals | TraceArrivals | ClosedLoopCallers, Field(discriminator="kind")]
 
 
 # ---- what ------------------------------------------------------------------------------------------------------------
@@ -157,10 +171,10 @@ Arrivals: TypeAlias = Annotated[
 class Loras(_ScenarioModel):
     """How many LoRAs a request carries and which: by Zipf's law over `names`, or by `popularity`."""
 
-    count: Counts = Field(default_factory=lambda: {0: 1.0})
+    count: CountsOrNone = Field(default_factory=lambda: {0: 1.0})
     names: tuple[LoraName, ...] = ()
     zipf: float = Field(default=1.0, ge=0, description="exponent over the order of names; 0: all alike")
-    popularity: Annotated[dict[LoraName, _Weight], Field(min_length=1)] | None = Field(
+    popularity: Annotated[dict[LoraName, _Weight], Field(min_length=1), _WEIGHED] | None = Field(
         default=None, description="name: weight, instead of names and zipf"
     )
     scale: float = 1.0
@@ -169,7 +183,7 @@ class Loras(_ScenarioModel):
 class ControlNets(_ScenarioModel):
     """How many ControlNets a request carries (0 to 3) and which. Control images: files, or drawn by number."""
 
-    count: Counts = Field(default_factory=lambda: {0: 1.0})
+    count: CountsOrNone = Field(default_factory=lambda: {0: 1.0})
     names: tuple[Name, ...] = ()
     zipf: float = Field(default=1.0, ge=0)
     popularity: NamedWeights | None = None
@@ -237,8 +251,8 @@ class InferClass(_ScenarioModel):
     weight: float = Field(default=1.0, gt=0)
     candidates: Counts | Literal["mlperf"] = "mlperf"
     dense: int = Field(default=13, ge=0)
-    rows: tuple[int, ...] = Field(default=(1000,), description="rows of each embedding table")
-    ids_per_table: tuple[int, ...] | None = Field(default=None, description="default: one of each")
+    rows: tuple[_Positive, ...] = Field(default=(1000,), description="rows of each embedding table")
+    ids_per_table: tuple[_Positive, ...] | None = Field(default=None, description="default: one of each")
     zipf: float = Field(default=1.05, ge=0)
     binary: bool = Field(default=True, description="binary tensors after the JSON header; else JSON")
     dense_name: str = "dense"
@@ -283,9 +297,9 @@ class Scenario(_ScenarioModel):
     name: str = "custom"
     target: LoadTarget = LoadTarget()
     arrivals: Arrivals = PoissonArrivals(rate_per_s=1.0)
-    duration_s: float = Field(default=30.0, gt=0, description="of the measured part")
+    duration_s: float = Field(default=30.0, gt=0, le=_LONGEST_S, description="of the measured part")
     count: int | None = Field(default=None, ge=1, description="end after so many measured requests instead")
-    warm_up_s: float = Field(default=0.0, ge=0, description="same load before it; not measured")
+    warm_up_s: float = Field(default=0.0, ge=0, le=_LONGEST_S, description="same load before it; not measured")
     seed: int = Field(default=0, ge=0)
     processes: int = Field(default=1, ge=1, le=64)
     mix: tuple[MixClass, ...] = (ImageClass(),)

@@ -1,7 +1,8 @@
-"""YAML written by people: nothing is dropped silently, and every error names its line."""
+"""YAML written by people: nothing is dropped silently, and every error names its line, or its field in a sentence."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -42,3 +43,23 @@ def parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
         raise NotYaml(source, str(error)) from error
     except (LookupError, AttributeError) as error:  # PyYAML's own, e.g. of `!!bool x`
         raise NotYaml(source, "a value is not what its tag says") from error
+
+
+def sentence(problem: Mapping[str, Any], field: str, *, beside: str = "") -> str:
+    """Return what pydantic found wrong (one of `ValidationError.errors()`) with a field. `beside`: more about settings
+    that are none."""
+    message = problem["msg"].replace("Input should", "must").replace("valid tuple", "list")
+    context, given = problem.get("ctx", {}), repr(problem["input"])
+    tag = str(context.get("discriminator", "")).strip("'")
+    match problem["type"]:
+        case "missing":
+            return f"{field} must be given"
+        case "extra_forbidden":
+            return f"{field}: there is no such setting{beside}"
+        case "union_tag_not_found":
+            return f"{field}.{tag} must be given"
+        case "union_tag_invalid":
+            return f"{field}.{tag}: one of {context['expected_tags']}, not {context['tag']!r}"
+        case "value_error":
+            return f"{field}: {message.removeprefix('Value error, ')}"
+    return f"{field}: {message[0].lower()}{message[1:]}, not {given if len(given) <= 60 else f'{given[:57]}...'}"

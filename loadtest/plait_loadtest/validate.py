@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import ssl
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from plait_loadtest.arrivals import check_size, rate_profile
 from plait_loadtest.errors import ScenarioError
@@ -17,7 +15,6 @@ from plait_loadtest.scenario import (
     ClosedLoopCallers,
     ControlNets,
     Edits,
-    GammaArrivals,
     ImageClass,
     InferClass,
     LoadTarget,
@@ -27,9 +24,8 @@ from plait_loadtest.scenario import (
     StepArrivals,
     TraceArrivals,
 )
+from plait_loadtest.wire.dial import place_of
 
-LONGEST_S = 1e7  # some 115 days
-MIN_BURSTINESS = 0.001  # a thousand requests at once, then a pause
 _SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}|auto")
 
 
@@ -62,17 +58,7 @@ def _require(condition: bool, field: str, problem: str) -> None:
 
 
 def _check_target(target: LoadTarget) -> None:
-    try:
-        parts = urlsplit(target.url)
-        has_host, _ = bool(parts.hostname), parts.port
-    except ValueError as error:
-        raise ScenarioError(f"target.url: {target.url!r} is not a URL: {error}") from error
-    _require(parts.scheme in ("http", "https") and has_host, "target.url", f"{target.url!r} is not http(s)://host:port")
-    _require(
-        parts.path in ("", "/") and not parts.query and not parts.fragment,
-        "target.url", f"{target.url!r} goes on after host and port; put that into target.path",
-    )  # fmt: skip
-    _require(parts.username is None, "target.url", "has a user name; put an authorization into target.headers")
+    place_of(target.url)
     _check_path("target.path", target.path)
     _check_headers("target.headers", target.headers)
     _check_file("target.ca", target.ca)
@@ -98,8 +84,6 @@ def _check_path(field: str, path: str | None) -> None:
 
 def _check_arrivals(scenario: Scenario) -> None:
     arrivals = scenario.arrivals
-    for field in ("duration_s", "warm_up_s"):
-        _require(getattr(scenario, field) <= LONGEST_S, field, f"is longer than {LONGEST_S:.0f} s")
     if isinstance(arrivals, ClosedLoopCallers):
         for limit in ("connections", "in_flight"):
             max_count = getattr(scenario.limits, limit)
@@ -109,12 +93,7 @@ def _check_arrivals(scenario: Scenario) -> None:
     if isinstance(arrivals, TraceArrivals):
         _check_file("arrivals.file", arrivals.file)
         return
-    if isinstance(arrivals, GammaArrivals):
-        _require(arrivals.burstiness >= MIN_BURSTINESS, "arrivals.burstiness", f"is below {MIN_BURSTINESS}")
     if isinstance(arrivals, StepArrivals):
-        for position, (seconds, rate) in enumerate(arrivals.stages):
-            field = f"arrivals.stages.{position}"
-            _require(seconds > 0 and rate >= 0, field, f"[{seconds:g}, {rate:g}] is not [seconds above 0, rate]")
         _require(any(rate > 0 for _, rate in arrivals.stages), "arrivals.stages", "never has a rate above 0")
         whole_s, given_s = sum(seconds for seconds, _ in arrivals.stages), scenario.duration_s
         few = f"last {whole_s:g} s, longer than duration_s, {given_s:g}; change one, or leave duration_s out"
@@ -127,12 +106,8 @@ def _check_arrivals(scenario: Scenario) -> None:
 def _check_images(field: str, spec: ImageClass) -> None:
     _check_file(f"{field}.prompts_file", spec.prompts_file)
     _require(spec.prompts_file is not None or len(spec.prompts) > 0, f"{field}.prompts", "is empty")
-    _check_counts(f"{field}.steps", spec.steps, min_count=1)
-    _check_counts(f"{field}.images", spec.images, min_count=1)
-    if spec.size is not None:
-        _check_weights(f"{field}.size", spec.size)
-        for size in spec.size:
-            _require(_SIZE.fullmatch(size) is not None, f"{field}.size", f"{size!r} is not WIDTHxHEIGHT")
+    for size in spec.size or ():
+        _require(_SIZE.fullmatch(size) is not None, f"{field}.size", f"{size!r} is not WIDTHxHEIGHT")
     for name in spec.extra:
         _require(name not in OWN_FIELDS, f"{field}.extra", f"{name} is written by the generator itself")
     _check_add_ons(f"{field}.loras", spec.loras)
@@ -141,8 +116,6 @@ def _check_images(field: str, spec: ImageClass) -> None:
     _require(max_count <= MAX_CONTROLNETS, f"{field}.controlnets.count", f"{max_count} is more than {MAX_CONTROLNETS}")
     for path in spec.controlnets.images:
         _check_file(f"{field}.controlnets.images", path)
-    if spec.models is not None:
-        _check_weights(f"{field}.models", spec.models)
     _check_headers(f"{field}.headers", spec.headers)
     _check_edits(f"{field}.edits", spec.edits)
 
@@ -158,10 +131,8 @@ def _check_edits(field: str, edits: Edits) -> None:
 
 
 def _check_add_ons(field: str, spec: Loras | ControlNets) -> None:
-    _check_counts(f"{field}.count", spec.count, min_count=0)
-    if spec.popularity is not None:
-        _require(not spec.names, f"{field}.popularity", "is given beside names; one of them must go")
-        _check_weights(f"{field}.popularity", spec.popularity)
+    beside = spec.popularity is not None and bool(spec.names)
+    _require(not beside, f"{field}.popularity", "is given beside names; one of them must go")
     _require(len(set(spec.names)) == len(spec.names), f"{field}.names", "has the same name twice")
     available = sum(weight > 0 for weight in popularity(spec)[1])
     max_count = max_drawn(spec.count)
@@ -174,16 +145,8 @@ def _check_add_ons(field: str, spec: Loras | ControlNets) -> None:
 
 def _check_infer(field: str, spec: InferClass, target: LoadTarget) -> None:
     _require(target.model is not None or target.path is not None, "target.model", "must be given: it is in the path")
-    if spec.candidates != "mlperf":
-        _check_counts(f"{field}.candidates", spec.candidates, min_count=1)
-    _require(all(rows >= 1 for rows in spec.rows), f"{field}.rows", "a table has at least one row")
-    per_table = spec.ids_per_table
-    if per_table is not None:
-        _require(
-            len(per_table) == len(spec.rows),
-            f"{field}.ids_per_table", f"has {len(per_table)} entries for {len(spec.rows)} tables",
-        )  # fmt: skip
-        _require(all(ids >= 1 for ids in per_table), f"{field}.ids_per_table", "each table takes at least one id")
+    ids, tables = len(spec.rows if spec.ids_per_table is None else spec.ids_per_table), len(spec.rows)
+    _require(ids == tables, f"{field}.ids_per_table", f"has {ids} entries for {tables} tables")
     _check_headers(f"{field}.headers", spec.headers)
     _require(spec.dense > 0 or len(spec.rows) > 0, f"{field}.rows", "is empty, and so is dense: nothing to send")
     for position, item in enumerate(spec.inputs):
@@ -198,16 +161,6 @@ def _check_raw(field: str, spec: RawClass) -> None:
     _require(not (spec.body and spec.body_file), f"{field}.body_file", "is given beside body; one of them must go")
     _require(spec.content_type.isprintable(), f"{field}.content_type", "is not printable text")
     _check_headers(f"{field}.headers", spec.headers)
-
-
-def _check_counts(field: str, counts: Mapping[int, float], *, min_count: int) -> None:
-    _check_weights(field, counts)
-    _require(min(counts) >= min_count, field, f"{min(counts)} is less than {min_count}")
-
-
-def _check_weights(field: str, weights: Mapping[str, float] | Mapping[int, float]) -> None:
-    _require(sum(weights.values()) > 0, field, "has no weight above 0")
-    _require(math.isfinite(sum(weights.values())), field, "has weights whose sum is too large for a number")
 
 
 def _check_file(field: str, path: Path | None) -> None:

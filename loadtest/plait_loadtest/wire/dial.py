@@ -45,9 +45,13 @@ def place_of(url: str) -> Place:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ScenarioError(f"target.url: {url!r} is no URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise ScenarioError(f"target.url: {url!r} must be http://host:port or https://host:port")
+        raise ScenarioError(f"target.url: {url!r} is not a URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ScenarioError(f"target.url: {url!r} is not http(s)://host:port")
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ScenarioError(f"target.url: {url!r} goes on after host and port; put that into target.path")
+    if parts.username is not None:
+        raise ScenarioError("target.url: has a user name; put an authorization into target.headers")
     return Place(
         host=parts.hostname,
         port=port or (443 if parts.scheme == "https" else 80),
