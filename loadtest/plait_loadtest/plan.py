@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait_loadtest.arrivals import rate_profile, schedule
-from plait_loadtest.mix import build_mix
+from plait_loadtest.mix import RequestMix
 from plait_loadtest.scenario import ClosedLoopCallers, Scenario, TraceArrivals
 from plait_loadtest.seeds import Stream, make_rng
 from plait_loadtest.validate import validate
@@ -13,13 +13,9 @@ from plait_loadtest.values import RequestPlan
 
 
 def make_plan(scenario: Scenario) -> RequestPlan:
-    """Draw the whole run. Raises `ScenarioError` if the scenario, or a file that it names, cannot be used.
-
-    `duration_s` of the plan is that of the scenario: the length of the measured part, unless `count` ends it.
-    """
+    """Draw the whole run. Raises `ScenarioError` if the scenario, or a file that it names, cannot be used."""
     validate(scenario)
-    mix = build_mix(scenario)
-    limits = scenario.limits
+    mix = RequestMix(scenario)
     if isinstance(scenario.arrivals, ClosedLoopCallers):
         times, warm_up, concurrency = np.empty(0, dtype=np.int64), 0, scenario.arrivals.concurrency
     else:
@@ -31,14 +27,12 @@ def make_plan(scenario: Scenario) -> RequestPlan:
             count=scenario.count,
             seed=scenario.seed,
         )
-    cancelled = make_rng(scenario.seed, Stream.CANCELLATIONS).random(times.size) < limits.cancel_rate
+    cancelled = make_rng(scenario.seed, Stream.CANCELLATIONS).random(times.size) < scenario.limits.cancel_rate
     return RequestPlan(
         scheduled_ns=times,
         warm_up=warm_up,
-        duration_s=scenario.duration_s,
         mix=mix,
         cancelled=cancelled,
-        cancel_after_s=limits.cancel_after_s,
         concurrency=concurrency,
         count=scenario.count,
     )

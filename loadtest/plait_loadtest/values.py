@@ -102,16 +102,14 @@ class RequestPlan:
     """What is sent when, drawn before anything is sent.
 
     `scheduled_ns` int64 (N,), ascending; the first `warm_up` requests are not measured. Closed loop: empty array,
-    `concurrency` callers send without a schedule until `count` requests are done or, without it, `duration_s` is over.
-    `cancelled` bool (N,): requests that are cancelled `cancel_after_s` after they were sent.
+    `concurrency` callers send without a schedule until `count` requests are done or, without it, the time is over.
+    `cancelled` bool (N,): requests that are given up on purpose.
     """
 
     scheduled_ns: npt.NDArray[np.int64]
     warm_up: int
-    duration_s: float
     mix: Mix
     cancelled: npt.NDArray[np.bool_]
-    cancel_after_s: float
     concurrency: int = 0
     count: int | None = None
 

@@ -19,11 +19,11 @@ import uvloop
 
 from fakes.bad_server import BadServer, bad_server
 from plait_loadtest.limits import DESCRIPTORS, MEMORY, PORTS, ROOM
-from plait_loadtest.scenario import LoadTarget
+from plait_loadtest.scenario import GeneratorLimits, LoadTarget, Scenario
 from plait_loadtest.values import PreparedRequest, RequestOutcome
 from plait_loadtest.wire.dial import LOOKUP_S, Dialler, RequestWriter, place_of
 from plait_loadtest.wire.framing import HTTP2
-from plait_loadtest.wire.pool import ConnectionPool, Rules, SendJob
+from plait_loadtest.wire.pool import ConnectionPool, SendJob
 from support.waiting import until
 
 WAIT_S = 60.0
@@ -70,15 +70,10 @@ def ask(
             ends[slot] = SimpleNamespace(outcome=outcome, done_ns=now_ns, **known)
             changed.set()
 
-        rules = Rules(
-            room=room,
-            timeout_s=timeout_s,
-            cancel_after_s=cancel_after_s or 1.0,
-            keeps_body=True,
-            limit_bytes=limit_bytes,
-        )
-        own = dialler or Dialler(place, LoadTarget(url=url, **target))
-        pool = ConnectionPool(own.dial, rules, on_end)
+        limits = GeneratorLimits(cancel_after_s=cancel_after_s or 1.0, response_bytes=limit_bytes)
+        scenario = Scenario(target=LoadTarget(url=url, timeout_s=timeout_s, **target), limits=limits)
+        own = dialler or Dialler(place, scenario.target)
+        pool = ConnectionPool(own.dial, scenario, on_end, room=room, keeps_body=True)
         own.on_addresses = pool.spread
 
         async def wait_for(count):

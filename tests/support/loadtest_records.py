@@ -51,8 +51,7 @@ def result(rows, *, interrupted=False, echo_ms=0.3, wall_s=None, problems=(), wh
 def plan(size, **settings):
     """Requests a millisecond apart."""
     scheduled_ns, cancelled = np.arange(size, dtype=np.int64) * MS, np.zeros(size, dtype=np.bool_)
-    base = {"warm_up": 0, "duration_s": 1.0, "mix": None, "cancel_after_s": 1.0}
-    return RequestPlan(scheduled_ns=scheduled_ns, cancelled=cancelled, **(base | settings))
+    return RequestPlan(scheduled_ns=scheduled_ns, cancelled=cancelled, warm_up=0, mix=None, **settings)
 
 
 def scenario(**settings):

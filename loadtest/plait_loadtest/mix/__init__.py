@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,26 +15,14 @@ from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass
 from plait_loadtest.seeds import Numbered, Stream
 from plait_loadtest.values import Mix, PreparedRequest
 
-__all__ = ["RequestMix", "build_mix"]
+__all__ = ["RequestMix"]
 
-
-class ClassRequests(Protocol):
-    """The requests of one class."""
-
-    def build(self, index: int) -> PreparedRequest:
-        """Return the request."""
-
-    def asked(self, index: int) -> int:
-        """Return how many images or outputs request `index` asks for; 0: nobody can tell."""
-
-
-def build_mix(scenario: Scenario) -> RequestMix:
-    """Return the mix of a scenario. Reads the files that it names; raises `ScenarioError` if one cannot be read."""
-    return RequestMix(scenario)
+ClassRequests: TypeAlias = ImageRequests | InferRequests | RawRequests
 
 
 class RequestMix(Mix):
-    """The mix of values.py, drawn in chunks: one chunk of kinds for all classes, one of details for each class."""
+    """The mix of a scenario, drawn in chunks: one chunk of kinds for all classes, one of details for each class. Reads
+    the files that it names; raises `ScenarioError` if one cannot be read."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._names = tuple(spec.name for spec in scenario.mix)

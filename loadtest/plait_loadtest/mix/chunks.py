@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -42,17 +42,16 @@ class Chunks(Generic[Drawn]):
         return drawn
 
 
-class WeightedChoice:
+class WeightedChoice(Generic[Drawn]):
     """Weighted choice: values and their cumulative weights."""
 
-    def __init__(self, weights: dict[int, float]) -> None:
-        self._values = np.array(list(weights), dtype=np.int64)
+    def __init__(self, weights: Mapping[Drawn, float]) -> None:
+        self._values = list(weights)
         self._sums = cumulative(list(weights.values()))
 
-    def pick(self, uniforms: Floats) -> list[int]:
+    def pick(self, uniforms: Floats) -> list[Drawn]:
         """Return a value for each uniform."""
-        found: list[int] = self._values[pick(self._sums, uniforms)].tolist()
-        return found
+        return [self._values[index] for index in pick(self._sums, uniforms).tolist()]
 
 
 def pick_texts(texts: Sequence[str], uniforms: Floats) -> list[str]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,16 +58,16 @@ class ImageRequests:
             self._headers += (("accept", "text/event-stream"),)
         self._fixed = _fixed_fields(spec, target)
         self._prompts = _prompts(spec)
-        self._size = None if spec.size is None else WeightedChoice(dict(enumerate(spec.size.values())))
-        self._sizes = list(spec.size or {})
+        sizes: Mapping[Any, float] = spec.size or {None: 1.0}
+        models: Mapping[Any, float] = spec.models or {None: 1.0}
+        self._size, self._model = WeightedChoice[str | None](sizes), WeightedChoice[str | None](models)
         self._steps, self._images = WeightedChoice(spec.steps), WeightedChoice(spec.images)
         self._loras, self._controlnets = _AddOns(spec.loras), _AddOns(spec.controlnets)
         self._control_images = read_images("controlnets.images", spec.controlnets.images)
         self._edits = EditFields(spec.edits)
-        self._models = list(spec.models or {})
-        self._model = None if len(self._models) < 2 else WeightedChoice(dict(enumerate((spec.models or {}).values())))
         # What a scenario does not use takes no column, so that its requests stay those of its seed.
-        columns = 5 + self._loras.columns + self._controlnets.columns + self._edits.columns + bool(self._model)
+        columns = 5 + self._loras.columns + self._controlnets.columns + self._edits.columns
+        columns += len(spec.models or ()) > 1
         self._chunks = Chunks(numbered, columns, self._draw_chunk)
 
     def draw(self, index: int) -> ImageDraw:
@@ -74,18 +75,13 @@ class ImageRequests:
         return self._chunks[index // CHUNK][index % CHUNK]
 
     def _draw_chunk(self, uniforms: Floats) -> list[ImageDraw]:
-        prompts = pick_texts(self._prompts, uniforms[:, 0])
-        sizes: list[str | None] = [None] * len(prompts)
-        if self._size is not None:
-            sizes = [self._sizes[index] for index in self._size.pick(uniforms[:, 1])]
+        prompts, sizes = pick_texts(self._prompts, uniforms[:, 0]), self._size.pick(uniforms[:, 1])
         steps, images = self._steps.pick(uniforms[:, 2]), self._images.pick(uniforms[:, 3])
         seeds = (uniforms[:, 4] * _SEEDS).astype(np.int64).tolist()
         first = 5 + self._loras.columns
         second = first + self._controlnets.columns
         loras, controlnets = self._loras.pick(uniforms[:, 5:first]), self._controlnets.pick(uniforms[:, first:second])
-        models: list[str | None] = [self._models[0] if self._models else None] * len(prompts)
-        if self._model is not None:
-            models = [self._models[index] for index in self._model.pick(uniforms[:, -1])]
+        models = self._model.pick(uniforms[:, -1])
         edits = self._edits.pick(uniforms[:, second : second + self._edits.columns])
         drawn = zip(prompts, sizes, steps, images, seeds, loras, controlnets, models, edits, strict=True)
         return [ImageDraw(*row) for row in drawn]

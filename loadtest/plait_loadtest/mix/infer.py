@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, ZipfRanks
 from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
-from plait_loadtest.scenario import InferClass, InferInput, LoadTarget
+from plait_loadtest.scenario import InferClass, LoadTarget
 from plait_loadtest.seeds import Numbered
 from plait_loadtest.values import PreparedRequest
 
@@ -61,7 +61,7 @@ class InferRequests:
         head["inputs"] = [_described(*entry) | {"data": entry[2].ravel().tolist()} for entry in inputs]
         if self._spec.outputs:
             head["outputs"] = [{"name": name} for name in self._spec.outputs]
-        return self._prepare(_json(head), (("content-type", "application/json"),))
+        return self._prepare(to_json(head), (("content-type", "application/json"),))
 
     def _binary(self, index: int, inputs: Sequence[Named]) -> PreparedRequest:
         head: dict[str, object] = {"id": str(index)}
@@ -72,7 +72,7 @@ class InferRequests:
             head["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in self._spec.outputs]
         else:
             head["parameters"] = {"binary_data_output": True}
-        text = _json(head)
+        text = to_json(head)  # as `json.dumps`, in a sixth of the time: before a run, of all its requests
         headers = (
             ("content-type", "application/octet-stream"),
             ("inference-header-content-length", str(len(text))),
@@ -119,7 +119,7 @@ class _Declared:
         """Return the tensors in the declared order; empty bags are sent, because a server must know of them."""
         named: list[Named] = []
         for item, ranks in self._inputs:
-            rows = _rows(item, candidates)
+            rows = 1 if item.side == "user" else candidates
             if ranks is None:
                 named.append((item.name, "FP32", _numbers(rng, (rows, item.numbers or 0))))
                 continue
@@ -131,10 +131,6 @@ class _Declared:
         return named
 
 
-def _rows(item: InferInput, candidates: int) -> int:
-    return 1 if item.side == "user" else candidates
-
-
 def _numbers(rng: np.random.Generator, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
     levels = rng.integers(0, _DENSE_LEVELS, shape, dtype=np.int32)
     return (levels / _DENSE_LEVELS).astype(np.float32)
@@ -142,8 +138,3 @@ def _numbers(rng: np.random.Generator, shape: tuple[int, int]) -> npt.NDArray[np
 
 def _described(name: str, kind: str, data: Tensor) -> dict[str, object]:
     return {"name": name, "shape": list(data.shape), "datatype": kind}
-
-
-def _json(head: dict[str, object]) -> bytes:
-    """Write compact JSON. `json.dumps` writes the same bytes, a sixth as fast: before a run, of all its requests."""
-    return to_json(head)

@@ -6,19 +6,20 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import fields
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
-from types import TracebackType
 
 import numpy as np
 
 from plait_loadtest.errors import LoadtestError
-from plait_loadtest.failures import joined
+from plait_loadtest.failures import FailureLog, joined
 from plait_loadtest.limits import sentences
 from plait_loadtest.run import echo_process, worker
+from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult, shares
-from plait_loadtest.run.processes import ended_by_signal, fresh_processes, start_deaf
+from plait_loadtest.run.processes import ended_by_signal, started, told
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import (
     RECORD,
@@ -27,12 +28,13 @@ from plait_loadtest.values import (
     HostPart,
     OnProgress,
     Records,
-    RequestOutcome,
+    RequestCounts,
     RequestPlan,
     RunProgress,
     RunResult,
     StopWhen,
 )
+from plait_loadtest.wire.check import judge_of
 
 # From "all are ready" to the common start: the word must have reached every worker, which opens its connections then.
 # A search for the capacity pays it with every run.
@@ -62,7 +64,7 @@ def run(
     given = shares(plan, scenario, host)
     planned = None if plan.concurrency else sum(len(share.scheduled_ns) for share in given)
     with ExitStack() as stack:
-        echo = stack.enter_context(EchoClock())
+        echo = stack.enter_context(closing(EchoClock()))
         crew = _Crew(given)
         stack.callback(crew.close)
         with ended_by_signal(crew.stop):
@@ -123,7 +125,8 @@ class _Crew:
     def tell(self, word: int | str) -> None:
         """Send to all live workers."""
         for member in self._members:
-            member.tell(word)
+            if member.is_alive:
+                told(member.pipe, word)
 
     def await_start(self, start_unix_s: float | None) -> None:
         """Wait until the workers are to be told of a start at that time; note it as a problem if it is too late."""
@@ -164,14 +167,9 @@ class _Crew:
         return RunProgress(
             elapsed_s=(time.perf_counter_ns() - start_ns) / 1e9,
             planned=planned,
-            handed=sum(one.handed for one in reports),
-            done=sum(one.done for one in reports),
-            ok=sum(one.ok for one in reports),
-            errors=sum(one.errors for one in reports),
-            in_flight=sum(one.in_flight for one in reports),
-            waiting=sum(one.waiting for one in reports),
             recent_p50_ms=p50_ms,
             recent_p95_ms=p95_ms,
+            **{each.name: sum(getattr(one, each.name) for one in reports) for each in fields(RequestCounts)},
         )
 
     def records(self, plan: RequestPlan, scenario: Scenario) -> tuple[Records, tuple[str, ...]]:
@@ -181,7 +179,7 @@ class _Crew:
             raise LoadtestError("; ".join(self.problems) or "no worker process left any results")
         records, whys = joined(
             [
-                (_lost(member.share, plan), ("",))
+                (_lost(member.share), ("",))
                 if member.left is None
                 else (np.frombuffer(member.left.records, dtype=RECORD), member.left.whys)
                 for member in self._members
@@ -207,22 +205,7 @@ class _Member:
         self.left: WorkerResult | None = None
         self.is_preparing = True
         self.is_alive = True
-        context = fresh_processes()
-        self.pipe: Pipe
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=worker.main, args=(share, theirs), name=f"loadtest-worker-{share.rank}", daemon=True
-        )
-        start_deaf(self._process)
-        theirs.close()
-
-    def tell(self, word: int | str) -> None:
-        if not self.is_alive:
-            return
-        try:
-            self.pipe.send(word)
-        except OSError:
-            return  # `hear` finds out
+        self.pipe, self._process = started(worker.main, share, f"loadtest-worker-{share.rank}")
 
     def hear(self) -> str:
         """Receive one message; return what is wrong, or an empty string. Raises `LoadtestError` sent by the worker."""
@@ -256,18 +239,11 @@ class _Member:
         return died + (": the system kills where memory runs out, so lower the rate or the processes" if killed else "")
 
 
-def _lost(share: Share, plan: RequestPlan) -> Records:
+def _lost(share: Share) -> Records:
     """Return what is known of a dead worker's requests: that they were planned."""
-    records = np.zeros(len(share.scheduled_ns), dtype=RECORD)
-    records["index"] = share.rank + share.processes * np.arange(len(records))
-    records["kind"] = [plan.mix.kind(int(index)) for index in records["index"]]
-    records["outcome"] = RequestOutcome.INTERRUPTED
-    records["warm_up"] = records["index"] < share.warm_up
-    records["scheduled_ns"] = share.scheduled_ns
-    records["server_ms"] = np.nan
-    for name in ("sent_ns", "first_byte_ns", "first_part_ns", "done_ns"):
-        records[name] = -1
-    return records
+    scenario = share.scenario
+    ledger = Ledger(judge_of(scenario), FailureLog(scenario), share.scheduled_ns.tolist(), share.mix.asked)
+    return worker.records_of(ledger, share, 0)
 
 
 RATE_PER_S = 20.0
@@ -277,7 +253,7 @@ _ANSWER_S = 5.0
 
 
 class EchoClock:
-    """The control request's process; a context manager. It only observes: if it dies, the run continues without it.
+    """The control request's process. It only observes: if it dies, the run continues without it.
 
     The request is our own echo, asked for at a steady rate beside the load. It shares only the machine with the
     generator, neither process nor interpreter lock: whatever it takes longer than usual, this host adds to every
@@ -285,21 +261,10 @@ class EchoClock:
     """
 
     def __init__(self, *, rate_per_s: float = RATE_PER_S) -> None:
-        context = fresh_processes()
-        self._pipe: Pipe
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=echo_process.main, args=(theirs, int(1e9 / rate_per_s)), name="loadtest-echo", daemon=True
-        )
-        start_deaf(self._process)
-        theirs.close()
+        self._pipe, self._process = started(echo_process.main, int(1e9 / rate_per_s), "loadtest-echo")
 
-    def __enter__(self) -> EchoClock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._pipe.close()
         self._process.kill()
         self._process.join(_ANSWER_S)
@@ -310,22 +275,16 @@ class EchoClock:
 
     def start(self, start_ns: int) -> None:
         """Send control requests from `start_ns` on."""
-        self._tell(start_ns)
+        told(self._pipe, start_ns)
 
     def stop(self) -> Echo:
         """Return what it measured; nothing if it died."""
-        self._tell("stop")
+        told(self._pipe, "stop")
         seen = self._ask()
         scheduled_ns, latency_ns = seen if isinstance(seen, tuple) else ([], [])
         return Echo(
             scheduled_ns=np.array(scheduled_ns, dtype=np.int64), latency_ns=np.array(latency_ns, dtype=np.int64)
         )
-
-    def _tell(self, word: int | str) -> None:
-        try:
-            self._pipe.send(word)
-        except OSError:
-            return
 
     def _ask(self) -> object:
         try:
@@ -339,7 +298,7 @@ _ALONE_S = 3.0  # enough for the p99 to be about the largest of sixty
 
 def is_slow_alone(limit_ms: float) -> bool:
     """Return whether control requests take longer than this (p99) while there is no load: then it is not the load."""
-    with EchoClock() as echo:
+    with closing(EchoClock()) as echo:
         echo.wait_ready()
         echo.start(time.perf_counter_ns())
         time.sleep(_ALONE_S)

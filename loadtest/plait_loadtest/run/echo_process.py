@@ -12,7 +12,7 @@ from plait_loadtest.run.processes import ignore_ending
 MESSAGE = b"are you there?"
 
 
-def main(pipe: Pipe, gap_ns: int) -> None:
+def main(gap_ns: int, pipe: Pipe) -> None:
     """Send "ready", receive the start (perf_counter_ns), and ask every `gap_ns` until any other message arrives.
 
     Sends back `(scheduled_ns, latency_ns)`, two lists counted from the start; a late reply delays the next request

@@ -26,9 +26,7 @@ class Share:
     mix: Mix
     scheduled_ns: npt.NDArray[np.int64]
     cancelled: npt.NDArray[np.bool_]
-    cancel_after_s: float
     warm_up: int
-    duration_s: float
     callers: int
     count: int | None
 
@@ -79,9 +77,7 @@ def shares(plan: RequestPlan, scenario: Scenario, host: HostPart = WHOLE) -> lis
             mix=plan.mix,
             scheduled_ns=plan.scheduled_ns[rank::processes].copy(),
             cancelled=plan.cancelled[rank::processes].copy(),
-            cancel_after_s=plan.cancel_after_s,
             warm_up=plan.warm_up,
-            duration_s=plan.duration_s,
             callers=part(plan.concurrency, rank, processes),
             count=None if plan.count is None else part(plan.count, rank, processes),
         )

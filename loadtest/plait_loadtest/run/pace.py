@@ -124,7 +124,8 @@ class ClosedLoop:
         self._callers = share.callers
         self._start_ns = start_ns
         self._measured_ns = start_ns + int(share.scenario.warm_up_s * 1e9)
-        self._until_ns = math.inf if share.count is not None else self._measured_ns + int(share.duration_s * 1e9)
+        end_ns = self._measured_ns + int(share.scenario.duration_s * 1e9)
+        self._until_ns = math.inf if share.count is not None else end_ns
         self._left = share.count
         self._pool: ConnectionPool | None = None
         self._loop = asyncio.get_running_loop()

@@ -8,7 +8,8 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -43,11 +44,23 @@ def ignore_ending() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def start_deaf(process: BaseProcess) -> None:
-    """Start the process with the signals that end a run ignored from its first instruction on, imports included;
-    slightly later if called outside the main thread."""
+def started(main: Callable[..., None], argument: Any, name: str) -> tuple[Pipe, BaseProcess]:
+    """Start a process that runs `main(argument, pipe)`, and return the other end of its pipe. The signals that end a
+    run are ignored in it from its first instruction on, imports included; slightly later if this is called outside the
+    main thread."""
+    context = fresh_processes()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=main, args=(argument, theirs), name=name, daemon=True)
     with on_ending(signal.SIG_IGN):
         process.start()
+    theirs.close()
+    return ours, process
+
+
+def told(pipe: Pipe, word: int | str) -> None:
+    """Send a word, if there is still somebody to hear it."""
+    with suppress(OSError):
+        pipe.send(word)
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult
 from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
 from plait_loadtest.run.processes import ignore_ending
 from plait_loadtest.run.requests import BUDGET_BYTES, RequestFeed
-from plait_loadtest.values import RequestOutcome
+from plait_loadtest.values import Records, RequestOutcome
 from plait_loadtest.wire.check import judge_of
 from plait_loadtest.wire.dial import Dialler, RequestWriter, place_of
-from plait_loadtest.wire.pool import ConnectionPool, Rules
+from plait_loadtest.wire.pool import ConnectionPool
 
 READY, STOP = "ready", "stop"
 """Messages on the pipe: the worker sends "ready"; it then receives an int (the start, perf_counter_ns) and possibly
@@ -97,7 +97,9 @@ class Worker:
         else:
             pace = OpenLoop(ledger, self._requests, share.cancelled.tobytes())
         dialler = Dialler(self._place, share.scenario.target, turn=share.rank)
-        pool = ConnectionPool(dialler.dial, self._rules(), pace.ended)
+        pool = ConnectionPool(
+            dialler.dial, share.scenario, pace.ended, room=share.room, keeps_body=self._judge.keeps_body
+        )
         dialler.on_addresses = pool.spread
         broken: list[str] = []
 
@@ -151,32 +153,17 @@ class Worker:
         share = self._share
         if share.callers and share.count is not None:
             return math.inf
-        closed_ns = int((share.scenario.warm_up_s + share.duration_s) * 1e9)
+        closed_ns = int((share.scenario.warm_up_s + share.scenario.duration_s) * 1e9)
         last_ns = int(share.scheduled_ns[-1]) if len(share.scheduled_ns) else closed_ns
         return start_ns + last_ns + int(share.scenario.limits.drain_s * 1e9)
 
-    def _rules(self) -> Rules:
-        scenario = self._share.scenario
-        return Rules(
-            room=self._share.room,
-            timeout_s=scenario.target.timeout_s,
-            cancel_after_s=self._share.cancel_after_s,
-            keeps_body=self._judge.keeps_body,
-            limit_bytes=scenario.limits.response_bytes,
-        )
-
     def _left(self, ledger: Ledger, start_ns: int, cpu_s: float, pool: ConnectionPool) -> WorkerResult:
-        share = self._share
-        requests = len(ledger.scheduled_ns)
-        kinds = [share.mix.kind(share.rank + slot * share.processes) for slot in range(requests)]
-        records = ledger.records(
-            rank=share.rank, processes=share.processes, start_ns=start_ns, kinds=kinds, warm_up=share.warm_up
-        )
+        records = records_of(ledger, self._share, start_ns)
         if not self._is_stopped:
             never_ended = records["outcome"] == RequestOutcome.INTERRUPTED
             records["outcome"][never_ended] = RequestOutcome.UNFINISHED
             records["why"][never_ended] = self._failures.number(
-                f"limits.drain_s ({share.scenario.limits.drain_s:g} s) was over"
+                f"limits.drain_s ({self._share.scenario.limits.drain_s:g} s) was over"
             )
         return WorkerResult(
             records=records.tobytes(),
@@ -188,6 +175,13 @@ class Worker:
 
     def _asked(self, slot: int) -> int:
         return self._share.mix.asked(self._share.rank + slot * self._share.processes)
+
+
+def records_of(ledger: Ledger, share: Share, start_ns: int) -> Records:
+    """Return a worker's records, times counted from `start_ns`."""
+    rank, processes = share.rank, share.processes
+    kinds = [share.mix.kind(rank + slot * processes) for slot in range(len(ledger.scheduled_ns))]
+    return ledger.records(rank=rank, processes=processes, start_ns=start_ns, kinds=kinds, warm_up=share.warm_up)
 
 
 def _raise_file_limit() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 HEAD_LIMIT_BYTES = 64 << 10
 """A head larger than this counts as garbled; servers commonly refuse to send or accept more than 8 to 64 KiB."""
@@ -95,16 +95,6 @@ class FeedResult(NamedTuple):
     extra: bytes
 
 
-class Framing(Protocol):
-    """Finds the end of one body."""
-
-    def feed(self, data: bytes) -> FeedResult:
-        """Process the next bytes. Raises ValueError if they cannot be part of a body."""
-
-    def end(self) -> bool:
-        """Return whether the body is complete if the connection ends here."""
-
-
 class Length:
     """A body of a given length in bytes."""
 
@@ -188,6 +178,11 @@ class Chunked:
         length = int(match[1], 16)
         self._left = length
         self._in_trailers = length == 0
+
+
+Framing: TypeAlias = Length | UntilClose | Chunked
+"""Finds the end of one body: `feed` processes the next bytes, and raises ValueError if they cannot be part of a body;
+`end` returns whether the body is complete if the connection ends here."""
 
 
 def framing_of(head: Head, *, to_head_request: bool) -> Framing:

@@ -43,30 +43,6 @@ class HttpConnection(asyncio.Protocol):
     or `IDLE`; `is_kept` is the owner's: the connection was open before its request. `is_unread`: it ended before the
     request reached the server."""
 
-    __slots__ = (
-        "_buffer",
-        "_events_tail",
-        "_framing",
-        "_keeps_body",
-        "_keeps_bytes",
-        "_limit_bytes",
-        "_owner",
-        "_payload_bytes",
-        "_pieces",
-        "_transport",
-        "first_byte_ns",
-        "first_part_ns",
-        "head",
-        "is_kept",
-        "is_reusable",
-        "is_unread",
-        "received_bytes",
-        "request",
-        "sent_ns",
-        "slot",
-        "why",
-    )
-
     def __init__(self, owner: Owner, *, keeps_body: bool, limit_bytes: int) -> None:
         self._owner = owner
         self._keeps_body = keeps_body

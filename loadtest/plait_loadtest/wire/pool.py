@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
 from plait_loadtest.limits import ROOM
+from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import Failure, RequestOutcome
 from plait_loadtest.wire.http1 import HttpConnection
 
@@ -30,17 +30,6 @@ class SendJob(NamedTuple):
     cancels: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """The limits of a pool. `room`: connections, hence requests in flight. Seconds count from sending."""
-
-    room: int
-    timeout_s: float
-    cancel_after_s: float
-    keeps_body: bool
-    limit_bytes: int
-
-
 Dial = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Protocol | Failure]]
 """Opens a connection, or returns why there is none; never raises."""
 
@@ -50,16 +39,15 @@ details are on the connection."""
 
 
 class ConnectionPool:
-    """Implements `http1.Owner`. Must live on one running loop."""
+    """Implements `http1.Owner`. Must live on one running loop. `room`: of connections, hence of requests in flight."""
 
-    def __init__(self, dial: Dial, rules: Rules, on_end: OnEnd) -> None:
+    def __init__(self, dial: Dial, scenario: Scenario, on_end: OnEnd, *, room: int, keeps_body: bool) -> None:
         self.reconnects = 0
         self.limits: Counter[str] = Counter()  # requests that each limit of the generator held up
         self._dial = dial
-        self._rules = rules
+        self._scenario, self._room, self._keeps_body = scenario, room, keeps_body
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._timeout_ns = int(rules.timeout_s * 1e9)
         self._idle: deque[HttpConnection] = deque()
         self._next_idle = self._idle.pop
         self._in_flight: dict[HttpConnection, SendJob] = {}  # oldest first
@@ -92,7 +80,7 @@ class ConnectionPool:
 
     def open_ahead(self, count: int) -> None:
         """Open connections for the first requests; a failure to open one is not an error of any request."""
-        for _ in range(min(count, self._rules.room) - self._open):
+        for _ in range(min(count, self._room) - self._open):
             self._open_for_anyone()
 
     def spread(self, addresses: int) -> None:
@@ -160,9 +148,9 @@ class ConnectionPool:
         self._in_flight[connection] = job
         connection.send(job.slot, job.request)
         if job.cancels:
-            self._loop.call_later(self._rules.cancel_after_s, self._cancel, connection, job.slot)
+            self._loop.call_later(self._scenario.limits.cancel_after_s, self._cancel, connection, job.slot)
         if self._watch is None:
-            self._watch = self._loop.call_later(self._rules.timeout_s, self._give_up_old)
+            self._watch = self._loop.call_later(self._scenario.target.timeout_s, self._give_up_old)
 
     def _cancel(self, connection: HttpConnection, slot: int) -> None:
         if connection.slot == slot:
@@ -174,7 +162,7 @@ class ConnectionPool:
         self._watch = None
         while self._in_flight:
             oldest = next(iter(self._in_flight))
-            left_ns = oldest.sent_ns + self._timeout_ns - now_ns
+            left_ns = oldest.sent_ns + int(self._scenario.target.timeout_s * 1e9) - now_ns
             if left_ns > 0:
                 # The loop counts in whole milliseconds and may be a little early.
                 self._watch = self._loop.call_later(left_ns / 1e9 + 0.001, self._give_up_old)
@@ -185,7 +173,7 @@ class ConnectionPool:
 
     def _grow(self) -> None:
         """Open as many connections as requests wait, within the room."""
-        while self._opening < len(self._waiting) and self._open < self._rules.room and not self._is_closed:
+        while self._opening < len(self._waiting) and self._open < self._room and not self._is_closed:
             self._open_for_anyone()
 
     def _open_for_anyone(self) -> None:
@@ -227,4 +215,5 @@ class ConnectionPool:
         self._grow()
 
     def _connection(self) -> HttpConnection:
-        return HttpConnection(self, keeps_body=self._rules.keeps_body, limit_bytes=self._rules.limit_bytes)
+        limit_bytes = self._scenario.limits.response_bytes
+        return HttpConnection(self, keeps_body=self._keeps_body, limit_bytes=limit_bytes)

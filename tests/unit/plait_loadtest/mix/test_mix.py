@@ -21,7 +21,7 @@ from scipy import stats
 
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
-from plait_loadtest.mix import build_mix
+from plait_loadtest.mix import RequestMix
 from plait_loadtest.mix.control_images import control_image, mask_image
 from plait_loadtest.mix.infer import InferRequests
 from plait_loadtest.seeds import Numbered, Stream
@@ -45,7 +45,7 @@ TABLES = {"rows": [10, 1000, 3], "ids_per_table": [1, 4, 2], "candidates": {2: 1
 def mix_of(mix, seed=0, **target):
     """The mix of classes given as mappings, and its scenario."""
     scenario = load_scenario({"target": target, "mix": mix, "seed": seed}, {})
-    return build_mix(scenario), scenario
+    return RequestMix(scenario), scenario
 
 
 def infer_mix(**settings):
@@ -321,7 +321,7 @@ class TestMix:
         forwards, scenario = mix_of([STYLED, {"name": "plain"}])
         indices = [0, 1, 1023, 1024, 5000, 100_000, 4_000_000_000]
         bodies = {index: forwards.build(index) for index in indices}
-        backwards = build_mix(scenario)
+        backwards = RequestMix(scenario)
         assert {index: backwards.build(index) for index in reversed(indices)} == bodies
 
     def test_another_seed_asks_for_something_else(self):
