@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait_loadtest.errors import LoadtestError, ScenarioError
+
 if TYPE_CHECKING:
     from plait_loadtest.capacity import Capacity
     from plait_loadtest.report.outputs import Outputs
@@ -74,7 +76,6 @@ def run(
 ) -> None:
     """Send a load and report the results. Flags override the scenario."""
     asked = locals().copy()
-    from plait_loadtest.errors import ScenarioError
     from plait_loadtest.load import as_yaml, load_scenario
     from plait_loadtest.report.outputs import Outputs
 
@@ -127,11 +128,10 @@ def compare(
 ) -> None:
     """Report what got better or worse beyond noise; exit code 99 if anything got worse."""
     from plait_loadtest import compare as comparing
-    from plait_loadtest.compare import as_document, as_text
 
     with _errors_as_messages():
         outcome = comparing.compare(comparing.read(before), comparing.read(after), least_change=least_change)
-        typer.echo(as_document(outcome) if as_json else as_text(outcome))
+        typer.echo(comparing.as_document(outcome) if as_json else comparing.as_text(outcome))
     raise typer.Exit(EXIT_THRESHOLD if outcome.regressed else 0)
 
 
@@ -157,7 +157,6 @@ def _overrides(asked: Mapping[str, Any], *, verify_tls: bool | None) -> dict[str
 
 def _part(text: str | None) -> HostPart:
     """Parse `K/N`, counted from 1."""
-    from plait_loadtest.errors import ScenarioError
     from plait_loadtest.values import HostPart
 
     if text is None:
@@ -171,8 +170,6 @@ def _part(text: str | None) -> HostPart:
 def _instant(text: str | None) -> float | None:
     from datetime import datetime
 
-    from plait_loadtest.errors import ScenarioError
-
     if text is None:
         return None
     try:
@@ -183,8 +180,6 @@ def _instant(text: str | None) -> float | None:
 
 def _check_search(given: set[str]) -> None:
     """Refuse flags, by name, that a capacity search, or a run that is none, would ignore."""
-    from plait_loadtest.errors import ScenarioError
-
     if "find_capacity" not in given:
         if given & {"confirm", "within"}:
             raise ScenarioError("--confirm and --within belong to --find-capacity")
@@ -273,7 +268,6 @@ def _exit_code(session: FinishedRun, is_written: bool) -> int:
 def _setting(text: str) -> tuple[str, object]:
     """Parse `KEY=VALUE`; the value is YAML, so numbers are numbers and lists are lists."""
     from plait_loadtest import strict_yaml
-    from plait_loadtest.errors import ScenarioError
 
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -285,8 +279,6 @@ def _setting(text: str) -> tuple[str, object]:
 
 
 def _header(text: str) -> tuple[str, object]:
-    from plait_loadtest.errors import ScenarioError
-
     name, colon, value = text.partition(":")
     if not colon or not name.strip():
         raise ScenarioError(f"--header {text!r}: write 'Name: value'")
@@ -298,7 +290,6 @@ def _errors_as_messages() -> Iterator[None]:
     """Print errors meant for users as one sentence on stderr and set the exit code."""
     import signal
 
-    from plait_loadtest.errors import LoadtestError, ScenarioError
     from plait_loadtest.run.processes import on_ending
 
     try:

@@ -13,7 +13,7 @@ is what `least_change` is for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,34 +85,25 @@ def read(path: Path) -> Mapping[str, Any]:
     return report
 
 
-def compare(
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    *,
-    alpha: float = ALPHA,
-    least_change: float = MIN_CHANGE,
-    seed: int = 0,
-) -> Comparison:
+def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, least_change: float = MIN_CHANGE) -> Comparison:
     """Compare two reports; see the module docstring. Raises `ReportError` if one is damaged, or its run invalid."""
     try:
-        return _compare(before, after, alpha=alpha, least_change=least_change, rng=np.random.default_rng(seed))
+        return _compare(before, after, least_change)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(f"one of the reports is damaged or of another version: {error!r}") from error
 
 
-def _compare(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, alpha: float, least_change: float, rng: np.random.Generator
-) -> Comparison:
+def _compare(before: Mapping[str, Any], after: Mapping[str, Any], least_change: float) -> Comparison:
     for name, report in (("A", before), ("B", after)):
         if not report["valid"]:
             reasons = "; ".join(reason["text"] for reason in report["reasons"])
             raise ReportError(f"{name} is an invalid run ({reasons}): comparing it would mean nothing")
     pairs = _pairs(before, after)
-    metrics = len(pairs) * (len(PERCENTS) + 2)
+    rng, metrics = np.random.default_rng(0), len(pairs) * (len(PERCENTS) + 2)
     changes = tuple(
         change
         for kind, (a, b) in pairs.items()
-        for change in _changes(kind, a, b, level=alpha / max(metrics, 1), least_change=least_change, rng=rng)
+        for change in _changes(kind, a, b, level=ALPHA / max(metrics, 1), least_change=least_change, rng=rng)
     )
     return Comparison(changes=changes, differences=tuple(differences(before["scenario"], after["scenario"])))
 
@@ -147,65 +138,40 @@ def _parts(stored: Mapping[str, Any]) -> _ClassParts:
 def _changes(
     kind: str, a: _ClassParts, b: _ClassParts, *, level: float, least_change: float, rng: np.random.Generator
 ) -> list[MetricChange]:
-    weights_a, weights_b = _resampled(a, rng), _resampled(b, rng)
-    whole_a, whole_b = np.ones((1, a.judged.size)), np.ones((1, b.judged.size))
+    sides = ((a, _resampled(a, rng)), (b, _resampled(b, rng)))
+    changes: list[MetricChange] = []
 
-    def ratio(metric: str, of: Callable[[_ClassParts, Floats], Floats], *, more_is_better: bool) -> MetricChange:
-        (x,), (y,) = of(a, whole_a), of(b, whole_b)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            spread = of(b, weights_b) / of(a, weights_a) - 1.0
-            change = float(np.float64(y) / x - 1.0)
-        low, high = _interval(spread, level)
-        sign = 1.0 if more_is_better else -1.0
-        verdict = _verdict(change, low, high, least_change, sign)
-        return MetricChange(kind=kind, metric=metric, before=float(x), after=float(y), change=change, low=low,
-                      high=high, verdict=verdict)  # fmt: skip
+    def note(metric: str, values: Sequence[Floats], moved: Floats, least: float, *, sign: float) -> None:
+        """Note a change; `moved` (RESAMPLES + 1,): first of what was seen, then of what was drawn. `sign`: of a better
+        one."""
+        change, (low, high) = float(moved[0]), _interval(moved[1:], level)
+        verdict: Verdict = "better" if change * sign > 0 else "worse"
+        if not (low > 0.0 or high < 0.0) or abs(change) < least:
+            verdict = "same"
+        before, after = (float(each[0]) for each in values)
+        changes.append(
+            MetricChange(
+                kind=kind, metric=metric, before=before, after=after, change=change, low=low, high=high, verdict=verdict
+            )
+        )
 
-    changes = [
-        ratio(f"p{percent:g}_ms", lambda parts, w, p=percent: _percentile_ms(parts, w, p), more_is_better=False)  # type: ignore[misc]
-        for percent in PERCENTS
-        if min(a.counts.sum(), b.counts.sum()) * (1.0 - percent / 100.0) >= 1.0
-    ]
-    weights = (weights_a, weights_b)
-    shares = (
-        _share("attainment", kind, (a.good, b.good), (a, b), weights, level, min_change=0.01, sign=1.0),
-        _share("error_rate", kind, (a.failed, b.failed), (a, b), weights, level, min_change=0.001, sign=-1.0),
-    )
-    return [*changes, *shares]
-
-
-def _share(  # noqa: PLR0917 - a row of a table
-    metric: str,
-    kind: str,
-    counts: tuple[Floats, Floats],
-    parts: tuple[_ClassParts, _ClassParts],
-    weights: tuple[Floats, Floats],
-    level: float,
-    *,
-    min_change: float,
-    sign: float,
-) -> MetricChange:
-    """Compare shares of the judged requests by difference, at least `min_change`: a ratio to zero is undefined."""
-    x, y = (float(count.sum() / each.judged.sum()) for count, each in zip(counts, parts, strict=True))
-    drawn_a, drawn_b = (
-        weight @ count / np.maximum(weight @ each.judged, 1.0)
-        for count, each, weight in zip(counts, parts, weights, strict=True)
-    )
-    low, high = _interval(drawn_b - drawn_a, level)
-    verdict = _verdict(y - x, low, high, min_change, sign)
-    return MetricChange(kind=kind, metric=metric, before=x, after=y, change=y - x, low=low, high=high, verdict=verdict)
-
-
-def _verdict(change: float, low: float, high: float, min_change: float, sign: float) -> Verdict:
-    if not (low > 0.0 or high < 0.0) or abs(change) < min_change:
-        return "same"
-    return "better" if change * sign > 0 else "worse"
+    for percent in PERCENTS:
+        if min(a.counts.sum(), b.counts.sum()) * (1.0 - percent / 100.0) >= 1.0:
+            values = [_percentile_ms(parts, weights, percent) for parts, weights in sides]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                moved = values[1] / values[0] - 1.0
+            note(f"p{percent:g}_ms", values, moved, least_change, sign=-1.0)
+    # Shares of the judged requests by difference: a ratio to zero is undefined.
+    for metric, count, least, sign in (("attainment", "good", 0.01, 1.0), ("error_rate", "failed", 0.001, -1.0)):
+        values = [weights @ getattr(parts, count) / np.maximum(weights @ parts.judged, 1.0) for parts, weights in sides]
+        note(metric, values, values[1] - values[0], least, sign=sign)
+    return changes
 
 
 def _resampled(parts: _ClassParts, rng: np.random.Generator) -> Floats:
-    """Return how often each part is drawn, (RESAMPLES, S)."""
+    """Return how often each part counts, (RESAMPLES + 1, S): once in the first row, then as often as it is drawn."""
     n = parts.judged.size
-    return rng.multinomial(n, np.full(n, 1.0 / n), size=RESAMPLES).astype(np.float64)
+    return np.vstack([np.ones(n), rng.multinomial(n, np.full(n, 1.0 / n), size=RESAMPLES)])
 
 
 def _percentile_ms(parts: _ClassParts, weights: Floats, percent: float) -> Floats:

@@ -8,7 +8,10 @@ stopping). With none late this is p ** h <= 1 - c: 459 requests for a p99, 90 fo
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 CONFIDENCE = 0.99
+_MOST = 1 << 40  # requests: more than anybody has
 
 
 def doubt(in_time: int, late: int, share: float) -> float:
@@ -16,28 +19,19 @@ def doubt(in_time: int, late: int, share: float) -> float:
     return _incomplete_beta(in_time, late + 1, share) if in_time > 0 else 1.0
 
 
-def is_shown(in_time: int, late: int, share: float, *, confidence: float = CONFIDENCE) -> bool:
+def is_shown(in_time: int, late: int, share: float) -> bool:
     """Return whether the run shows, with this confidence, that at least `share` (0 to 1) of requests are in time."""
-    return doubt(in_time, late, share) <= 1.0 - confidence
+    return doubt(in_time, late, share) <= 1.0 - CONFIDENCE
 
 
-def is_refuted(in_time: int, late: int, share: float, *, confidence: float = CONFIDENCE) -> bool:
+def is_refuted(in_time: int, late: int, share: float) -> bool:
     """Return whether so many are late that `share` being in time is that unlikely (the same test, reversed)."""
-    return late > 0 and _incomplete_beta(late, in_time + 1, 1.0 - share) <= 1.0 - confidence
+    return late > 0 and _incomplete_beta(late, in_time + 1, 1.0 - share) <= 1.0 - CONFIDENCE
 
 
-def requests_needed(share: float, *, late: int = 0, confidence: float = CONFIDENCE) -> int:
+def requests_needed(share: float, *, late: int = 0) -> int:
     """Return the fewest requests that show `share` with `late` late ones among them."""
-    low, high = 0, 1
-    while not is_shown(high, late, share, confidence=confidence):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if is_shown(middle, late, share, confidence=confidence):
-            high = middle
-        else:
-            low = middle
-    return high + late
+    return late + 1 + bisect_left(range(1, _MOST), True, key=lambda in_time: is_shown(in_time, late, share))
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:

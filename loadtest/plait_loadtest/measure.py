@@ -131,7 +131,7 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
     )
     total = _total(run, scenario, classes)
     echo = result.echo
-    lag = of_durations(_lags(run))
+    lag = _between(run.records[run.measured], "scheduled_ns", "sent_ns")
     echo_ms = of_durations(echo.latency_ns[(echo.scheduled_ns >= run.window.start_ns) & (echo.latency_ns >= 0)])
     limit_ms = lag_limit(scenario)
     return RunSummary(
@@ -140,17 +140,7 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
         send_lag_ms=lag,
         echo_ms=echo_ms,
         lag_limit_ms=limit_ms,
-        reasons=judge(
-            lag_ms=lag.p99,
-            echo_ms=echo_ms.p99,
-            limit_ms=limit_ms,
-            errors=total.errors,
-            interrupted=result.interrupted,
-            judged=total.judged,
-            limits=result.limits,
-            problems=result.problems,
-            abandoned=result.abandoned,
-        ),
+        reasons=_reasons(result, total, lag_ms=lag.p99, echo_ms=echo_ms.p99, limit_ms=limit_ms),
         seconds=run.window.seconds,
         wall_s=result.wall_s,
         cpu_s=result.cpu_s,
@@ -212,9 +202,9 @@ def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> Clas
         slo_met=_met(attainment, percentile, judged, good),
         latency_ms=_percentiles(counted, waited_ns[ok]),
         latency_all_ms=of_durations(waited_ns[answered]),
-        first_byte_ms=_since_scheduled(records[ok], "first_byte_ns"),
-        first_part_ms=_since_scheduled(records[ok], "first_part_ns"),
-        service_ms=_service_ms(records[ok]),
+        first_byte_ms=_between(records[ok], "scheduled_ns", "first_byte_ns"),
+        first_part_ms=_between(records[ok], "scheduled_ns", "first_part_ns"),
+        service_ms=_between(records[ok], "sent_ns", "done_ns"),
         server_ms=_server_ms(records[ok]),
         histogram=counted,
         slices=_slices(run, own),
@@ -283,19 +273,10 @@ def _met(attainment: float | None, percentile: float | None, judged: int, good: 
     return attainment >= share
 
 
-def _lags(run: Judged) -> Ints:
-    sent = run.records[run.measured & (run.records["sent_ns"] >= 0)]
-    return np.asarray(sent["sent_ns"] - sent["scheduled_ns"])
-
-
-def _since_scheduled(own: Records, instant: str) -> Percentiles:
-    came = own[own[instant] >= 0]
-    return of_durations(came[instant] - came["scheduled_ns"])
-
-
-def _service_ms(answered: Records) -> Percentiles:
-    sent = answered[answered["sent_ns"] >= 0]
-    return of_durations(sent["done_ns"] - sent["sent_ns"])
+def _between(own: Records, start: str, end: str) -> Percentiles:
+    """Return the time between two instants, of the requests that have both."""
+    came = own[(own[start] >= 0) & (own[end] >= 0)]
+    return of_durations(came[end] - came[start])
 
 
 def _server_ms(own: Records) -> Percentiles:
@@ -333,45 +314,26 @@ class Reason:
     text: str
 
 
-def judge(
-    *,
-    lag_ms: float,
-    echo_ms: float,
-    limit_ms: float,
-    errors: Mapping[str, int],
-    interrupted: bool,
-    judged: int,
-    limits: Sequence[str] = (),
-    problems: Sequence[str] = (),
-    abandoned: str = "",
+def _reasons(
+    result: RunResult, total: ClassSummary, *, lag_ms: float, echo_ms: float, limit_ms: float
 ) -> tuple[Reason, ...]:
-    """Return why the run is invalid; empty: it is valid.
-
-    `lag_ms`, `echo_ms`: p99s, nan where nothing was measured. `errors` by outcome name. `judged`: requests that
-    count. `limits` of the generator that were met, and `problems` on its side, a sentence each. `abandoned`: why it was
-    ended early on purpose.
-    """
-    reasons: list[Reason] = []
-
-    def note(code: Code, text: str, *, when: bool) -> None:
-        if when:
-            reasons.append(Reason(code=code, text=text))
-
-    not_sent = errors.get("not_sent", 0)
-    note("interrupted", "it was interrupted", when=interrupted and not abandoned)
-    note("abandoned", f"it was ended early: {abandoned}", when=bool(abandoned))
-    note(
-        "send_lag",
-        f"requests left late: p99 send lag {lag_ms:.3g} ms, limit {limit_ms:.3g} ms"
-        + ("" if limits else " (more --processes may help)"),
-        when=lag_ms > limit_ms,  # false for nan
+    """Return why the run is invalid; empty: it is valid. `lag_ms`, `echo_ms`: p99s, nan where nothing was measured."""
+    more = "" if result.limits else " (more --processes may help)"
+    limits = "; ".join(result.limits)
+    if not_sent := total.errors.get("not_sent", 0):
+        limits = limits or f"{not_sent} requests were not sent"
+    machine = f"this machine was slow: the control request's p99 is {echo_ms:.3g} ms, limit {limit_ms:.3g} ms"
+    found: tuple[tuple[Code, bool, str], ...] = (
+        ("interrupted", result.interrupted and not result.abandoned, "it was interrupted"),
+        ("abandoned", bool(result.abandoned), f"it was ended early: {result.abandoned}"),
+        (
+            "send_lag",
+            lag_ms > limit_ms,  # false for nan
+            f"requests left late: p99 send lag {lag_ms:.3g} ms, limit {limit_ms:.3g} ms{more}",
+        ),
+        ("echo", echo_ms > limit_ms, machine),
+        ("limit", bool(limits), limits),
+        ("generator", bool(result.problems), "; ".join(result.problems)),
+        ("too_few", total.judged == 0, "not one request ran to its end"),
     )
-    note(
-        "echo",
-        f"this machine was slow: the control request's p99 is {echo_ms:.3g} ms, limit {limit_ms:.3g} ms",
-        when=echo_ms > limit_ms,
-    )
-    note("limit", "; ".join(limits) or f"{not_sent} requests were not sent", when=bool(limits) or not_sent > 0)
-    note("generator", "; ".join(problems), when=bool(problems))
-    note("too_few", "not one request ran to its end", when=judged == 0)
-    return tuple(reasons)
+    return tuple(Reason(code=code, text=text) for code, is_so, text in found if is_so)

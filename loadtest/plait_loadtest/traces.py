@@ -7,6 +7,7 @@ import gzip
 import math
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
@@ -49,28 +50,20 @@ def _values(path: Path, column: str, file: TextIO) -> Iterator[float]:
     if column not in header:
         raise ScenarioError(f"arrivals.column: {path} has no column {column!r}; its columns are {', '.join(header)}")
     position = header.index(column)
-    read: Callable[[str], float] | None = None
+    forms: dict[str, Callable[[str], float]] = {"a number of seconds": _number, "a date": _date}
     for row in rows:
         if not row:
             continue
         text = row[position].strip() if position < len(row) else ""
-        try:
-            read = read or _reader(text)
-            value = read(text)
-        except ValueError:
-            what = "a number of seconds or a date" if read is None else _NAMES[read]
-            raise ScenarioError(f"arrivals.file: {path}, line {rows.line_num}: {text!r} is not {what}") from None
+        for what, read in forms.items():
+            with suppress(ValueError):
+                value = read(text)
+                forms = {what: read}  # of the first entry, which all must have
+                break
+        else:
+            what = " or ".join(forms)
+            raise ScenarioError(f"arrivals.file: {path}, line {rows.line_num}: {text!r} is not {what}")
         yield value
-
-
-def _reader(text: str) -> Callable[[str], float]:
-    """Return the parser that fits the first entry; the others must have the same form."""
-    try:
-        _number(text)
-    except ValueError:
-        _date(text)
-        return _date
-    return _number
 
 
 def _number(text: str) -> float:
@@ -83,6 +76,3 @@ def _number(text: str) -> float:
 def _date(text: str) -> float:
     date = datetime.fromisoformat(text)
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
-
-
-_NAMES: dict[Callable[[str], float], str] = {_number: "a number of seconds", _date: "a date"}

@@ -21,6 +21,11 @@ from plait_loadtest.thresholds import Verdict
 FORMAT = "plait-loadtest/1"
 _DIGITS = 5  # significant: one more than three, so that rounding stays far below the histogram's 0.05 %
 
+_NUMBERS = (
+    "requests", "judged", "succeeded", "good", "offered_per_s", "achieved_per_s", "goodput_per_s", "error_rate",
+)  # fmt: skip
+_LATENCIES = ("latency_ms", "latency_all_ms", "first_byte_ms", "first_part_ms", "service_ms", "server_ms")
+
 
 def document(
     summary: RunSummary, scenario: Scenario, verdicts: Iterable[Verdict] = (), *, started_unix_s: float
@@ -76,23 +81,11 @@ def rounded(value: float | None) -> float | int | None:
 
 def _class(each: ClassSummary) -> dict[str, Any]:
     return {
-        "requests": each.requests,
-        "judged": each.judged,
-        "succeeded": each.succeeded,
-        "good": each.good,
-        "offered_per_s": rounded(each.offered_per_s),
-        "achieved_per_s": rounded(each.achieved_per_s),
-        "goodput_per_s": rounded(each.goodput_per_s),
-        "error_rate": rounded(each.error_rate),
+        **{name: rounded(getattr(each, name)) for name in _NUMBERS},
         "errors": dict(each.errors),
         "failures": {name: [asdict(one) for one in failures] for name, failures in each.failures.items()},
         "slo": _slo(each),
-        "latency_ms": percentiles(each.latency_ms),
-        "latency_all_ms": percentiles(each.latency_all_ms),
-        "first_byte_ms": percentiles(each.first_byte_ms),
-        "first_part_ms": percentiles(each.first_part_ms),
-        "service_ms": percentiles(each.service_ms),
-        "server_ms": percentiles(each.server_ms),
+        **{name: percentiles(getattr(each, name)) for name in _LATENCIES},
     }
 
 
@@ -119,7 +112,5 @@ def _histograms(each: ClassSummary) -> dict[str, Any]:
     return {
         "latency": encoded(each.histogram),
         "parts": [encoded(part.histogram) if part.histogram.n else "" for part in parts],
-        "judged": [part.judged for part in parts],
-        "good": [part.good for part in parts],
-        "failed": [part.failed for part in parts],
+        **{name: [getattr(part, name) for part in parts] for name in ("judged", "good", "failed")},
     }

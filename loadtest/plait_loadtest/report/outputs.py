@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from plait_loadtest.capacity import Capacity
     from plait_loadtest.session import FinishedRun
 
+_FORMATS = {"raw": raw.SUFFIXES, "save": (".npz",)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
@@ -31,12 +33,10 @@ class Outputs:
 
     def check(self) -> None:
         """Raise `ScenarioError` if a file cannot be written, or would be twice: before the load, not after it."""
-        if self.raw is not None:
-            raw.check_path(self.raw)
-        if self.save is not None:
-            parts.check_path(self.save)
         written: dict[Path, str] = {}
         for kind, path in self._paths().items():
+            if path.suffix not in (formats := _FORMATS.get(kind, (path.suffix,))):
+                raise ScenarioError(f"--{kind} {path}: the name must end in {', '.join(formats)}")
             if (other := written.setdefault(path.resolve(), kind)) != kind:
                 raise ScenarioError(f"--{other} and --{kind} are both {path}")
             folder = path.absolute().parent

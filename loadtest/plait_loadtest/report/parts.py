@@ -12,22 +12,15 @@ from zipfile import BadZipFile
 import numpy as np
 from pydantic import ValidationError
 
-from plait_loadtest.errors import ReportError, ScenarioError
+from plait_loadtest.errors import ReportError
 from plait_loadtest.report.document import shown
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, finished
 from plait_loadtest.values import RECORD, Echo, HostPart, RunResult
 
 FORMAT = "plait-loadtest-part/1"
-SUFFIX = ".npz"
 _TEXTS = ("limits", "problems", "whys")
 _ABOUT = ("started_unix_s", "wall_s", "cpu_s", "interrupted", "reconnects", "abandoned", *_TEXTS)
-
-
-def check_path(path: Path) -> None:
-    """Raise `ScenarioError` if the suffix is another: before the load, not after it."""
-    if path.suffix != SUFFIX:
-        raise ScenarioError(f"--save {path}: the name must end in {SUFFIX}")
 
 
 def write(path: Path, session: FinishedRun) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from plait_loadtest.errors import ScenarioError
 from plait_loadtest.session import FinishedRun
 from plait_loadtest.values import RECORD, Records, RequestOutcome
 
@@ -23,15 +22,8 @@ SUFFIXES = (".csv", ".jsonl", ".npz")
 COLUMNS = tuple({"kind": "class"}.get(name, name) for name in RECORD.names or ())
 
 
-def check_path(path: Path) -> None:
-    """Raise `ScenarioError` if the suffix is not that of a known format: before the load, not after it."""
-    if path.suffix not in SUFFIXES:
-        raise ScenarioError(f"--raw {path}: the name must end in {', '.join(SUFFIXES)}")
-
-
 def write(path: Path, session: FinishedRun) -> None:
     """Write the rows; see the module docstring."""
-    check_path(path)
     records, whys = session.result.records, session.result.whys
     classes = [item.name for item in session.scenario.mix]
     if path.suffix == ".npz":

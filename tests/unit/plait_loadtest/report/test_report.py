@@ -150,7 +150,7 @@ def test_raw_rows_lose_nothing(tmp_path):
     assert (from_lines[1]["class"], from_lines[0]["first_part_ns"], from_lines[0]["why"]) == ("styled", -1, "")
     assert (from_lines[0]["server_ms"], from_lines[1]["server_ms"]) == (1.5, None)
     with pytest.raises(ScenarioError, match="must end in"):
-        raw.check_path(tmp_path / "rows.xlsx")
+        Outputs(raw=tmp_path / "rows.xlsx").check()
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
