@@ -1,7 +1,7 @@
-"""The measuring process: makes the measurer, then answers requests on the pipe that it inherited.
+"""The measuring process: makes the measurer, then answers requests on the pipe that it inherited, all in JSON.
 
-A request is the name of a method and its arguments, or `make`; the reply is any number of `("say", text)` and one
-`("ok", result)`, or a text after `refused`, `memory` or `failed`.
+A request is the name of a method and its arguments, or `make`; the reply is any number of `["say", text]` and one
+`["ok", result]`, or a text after `refused`, `memory` or `failed`.
 When the job's process has died (end of file), the measurer is interrupted, restores and closes; once that is done,
 or after `PARTING_S`, the whole process group ends. Nothing outlives a `kill -9` of the job by more than that.
 """
@@ -23,12 +23,16 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
+
 from plait_autoconfig.errors import JobError
 from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
-from plait_autoconfig.jobs.measurer import Measurer
+from plait_autoconfig.jobs.measurer import MeasurementTask, Measurer
 from plait_autoconfig.jobs.spec import JobSpec
 
 PARTING_S = 30.0
+_TASK = TypeAdapter(MeasurementTask)
 
 
 class Child:
@@ -65,13 +69,13 @@ class Child:
         if what == "check":
             arguments = (JobSpec.model_validate_json(*arguments),)
         if what == "measure":
-            arguments = (*arguments, lambda text: self._tell("say", text))
+            arguments = (_TASK.validate_python(*arguments), lambda text: self._tell("say", text))
         return getattr(self._measurer, what)(*arguments)
 
 
-def _made(factory: str, folder: Path, arguments: Mapping[str, Any]) -> Measurer:
+def _made(factory: str, folder: str, arguments: Mapping[str, Any]) -> Measurer:
     module, _, function = factory.partition(":")
-    made: Measurer = getattr(import_module(module), function)(folder=folder, **arguments)
+    made: Measurer = getattr(import_module(module), function)(folder=Path(folder), **arguments)
     return made
 
 
@@ -88,7 +92,7 @@ def _listen(connection: Connection, requests: queue.SimpleQueue[Any], main: int)
     """Pass requests on; at the end of file interrupt the main thread and give the group `PARTING_S` to end."""
     with suppress(EOFError, OSError):
         while True:
-            requests.put(connection.recv())
+            requests.put(from_json(connection.recv_bytes()))
     threading.Timer(PARTING_S, os.killpg, (os.getpgid(0), signal.SIGKILL)).start()
     signal.pthread_kill(main, signal.SIGINT)
 
@@ -101,7 +105,7 @@ def main(descriptor: int) -> None:
 
     def tell(kind: str, what: Any) -> None:
         with writing:
-            connection.send((kind, what))
+            connection.send_bytes(to_json((kind, what)))
 
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     child = Child(tell)

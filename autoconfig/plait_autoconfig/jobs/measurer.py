@@ -1,6 +1,6 @@
 """The interface between a job and what it tunes. A `Measurer` lives in a child process of its own (`child`, `runner`).
 
-A factory `module:function` makes it; what crosses is pickled. Whatever goes wrong in it (an exception, a
+A factory `module:function` makes it; everything that crosses is JSON. Whatever goes wrong in it (an exception, a
 hang, being killed by the kernel) becomes the outcome of one trial, and the next trial gets a fresh child.
 """
 

@@ -15,6 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
+
 from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
@@ -24,6 +27,7 @@ from plait_autoconfig.values import Config, FailureKind, TrialOutcome
 
 _TICK_S = 0.2
 _TAIL_BYTES = 4000
+_MEASURED, _SUBJECT = TypeAdapter(Measured), TypeAdapter(TuningSubject)
 
 Tick = Callable[[], None]
 """Called about five times a second while waiting; an exception that it raises ends the wait and the child process."""
@@ -53,7 +57,7 @@ class ChildRunner:
             self._started(tick)
         kills, log_from, began = count_oom_kills(), _size(self._log), time.monotonic()
         try:
-            measured: Measured = self._asked(("measure", task), task.limit_s, say, tick)
+            measured = _MEASURED.validate_python(self._asked(("measure", task), task.limit_s, say, tick))
             return replace(measured, duration_s=time.monotonic() - began)
         except _TooLate:
             detail = f"still running after {task.limit_s:g} s, and ended by force"
@@ -99,8 +103,7 @@ class ChildRunner:
         try:
             self._asked(make, self._spec.start_limit_s, tick=tick)
             check = ("check", self._spec.model_dump_json())
-            subject: TuningSubject = self._asked(check, self._spec.start_limit_s, tick=tick)
-            return subject
+            return _SUBJECT.validate_python(self._asked(check, self._spec.start_limit_s, tick=tick))
         except (_TooLate, _Failed, _Gone, JobRefused) as error:
             if self._process is not None:  # else it has ended by itself, or was killed
                 self._end(grace_s=PARTING_S)
@@ -164,9 +167,9 @@ class ChildRunner:
         assert self._connection is not None
         try:
             if request is not None:
-                self._connection.send(request)
-            message: tuple[str, Any] = self._connection.recv() if self._connection.poll(timeout_s) else ("", None)
-            return message
+                self._connection.send_bytes(to_json(request))
+            kind, answer = from_json(self._connection.recv_bytes()) if self._connection.poll(timeout_s) else ("", None)
+            return kind, answer
         except (EOFError, OSError):
             raise _Gone(self._end(grace_s=1.0)) from None
 
