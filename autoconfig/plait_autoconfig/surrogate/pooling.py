@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
 from plait_autoconfig.surrogate.background import (
@@ -65,9 +66,9 @@ def pool(
     common = weights @ shapes / weights.sum()
     mean, gain = common, _gain(shapes, weights)
     if contexts.shape[1] and np.ptp(contexts, axis=0).any():
-        by_context = _ByContext(shapes, contexts, cells, rng)
-        if by_context.gain.mean() > gain.mean():
-            mean, gain = by_context.predict(context), by_context.gain
+        predicted, gains = _by_context(shapes, contexts, cells, context, rng)
+        if gains.mean() > gain.mean():
+            mean, gain = predicted, gains
     return Background(
         cells=cells,
         mean=mean if absolute else mean - mean.mean(),
@@ -139,26 +140,20 @@ def _explained(shapes: Floats, guesses: Floats) -> Floats:
     return np.asarray(1.0 - (shapes - guesses).var(-1) / np.maximum(shapes.var(-1), 1e-12))
 
 
-class _ByContext:
-    """A forest from a cell and a service's features to the value. `gain`: as in `_gain`, for held-out sources."""
+def _by_context(
+    shapes: Floats, contexts: Floats, cells: Floats, context: Floats, rng: np.random.Generator
+) -> tuple[Floats, Floats]:
+    """Return what a forest from a cell and a service's features predicts for a service with this `context` (N,), and
+    what such forests explain of held-out sources, as in `_gain`."""
 
-    def __init__(self, shapes: Floats, contexts: Floats, cells: Floats, rng: np.random.Generator) -> None:
-        self._cells, self._rng = cells, rng
-        self._forest = self._fit(shapes, contexts)
-        gains = []
-        for s in rng.permutation(len(shapes))[:_HELD_OUT]:
-            rest = np.arange(len(shapes)) != s
-            guess = self._fit(shapes[rest], contexts[rest]).predict(_with(cells, contexts[s]))
-            gains.append(_explained(shapes[s], guess))
-        self.gain = np.array(gains)
+    def predicted(some: NDArray[np.bool_], at: Floats) -> Floats:
+        rows = np.concatenate([_with(cells, each) for each in contexts[some]])
+        return np.asarray(_forest(rows, shapes[some].ravel(), rng).predict(_with(cells, at)))
 
-    def predict(self, context: Floats) -> Floats:
-        """Return the mean for a service (N,)."""
-        return np.asarray(self._forest.predict(_with(self._cells, context)))
-
-    def _fit(self, shapes: Floats, contexts: Floats) -> ExtraTreesRegressor:
-        rows = np.concatenate([_with(self._cells, context) for context in contexts])
-        return _forest(rows, shapes.ravel(), self._rng)
+    sources = np.arange(len(shapes))
+    mean = predicted(sources >= 0, context)
+    held_out = rng.permutation(len(shapes))[:_HELD_OUT]
+    return mean, np.array([_explained(shapes[s], predicted(sources != s, contexts[s])) for s in held_out])
 
 
 def _forest(rows: Floats, values: Floats, rng: np.random.Generator) -> ExtraTreesRegressor:
