@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib import resources
@@ -79,14 +79,14 @@ def trial_line(run_id: str, trial: Trial) -> str:
 
 def run_from(line: str) -> LibraryRun:
     """Parse a stored run, without its trials. Raises `LibraryError`."""
-    _, run = _read(line, "the store")
+    _, run = _read(line, "the store", ("run",))
     assert isinstance(run, LibraryRun)
     return run
 
 
 def trial_from(line: str) -> Trial:
     """Parse a stored trial. Raises `LibraryError`."""
-    _, trial = _read(line, "the store")
+    _, trial = _read(line, "the store", ("trial",))
     assert isinstance(trial, Trial)
     return trial
 
@@ -95,7 +95,7 @@ def _line(kind: str, fields: Mapping[str, Any], *, version: int = 1) -> str:
     return json.dumps({"plait_library": version, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
 
 
-def _read(text: str, where: str) -> tuple[str, LibraryRun | Trial]:
+def _read(text: str, where: str, kinds: Sequence[str] = ("run", "trial")) -> tuple[str, LibraryRun | Trial]:
     """Return the id of a run, and the run without its trials or one of these. Raises `LibraryError` that says where."""
     try:
         fields = json.loads(text)
@@ -106,8 +106,8 @@ def _read(text: str, where: str) -> tuple[str, LibraryRun | Trial]:
     version, kind = fields.pop("plait_library", 1), fields.pop("kind", None)
     if isinstance(version, int) and version > FORMAT:
         raise LibraryError(f"{where} has format {version}, and this version of plait reads {FORMAT}; update plait")
-    if version not in (1, FORMAT) or kind not in ("run", "trial"):
-        raise LibraryError(f"{where}: plait_library: {version!r} of kind {kind!r} is no line of a library")
+    if version not in (1, FORMAT) or kind not in kinds:
+        raise LibraryError(f"{where}: plait_library: {version!r} of kind {kind!r} is not what should be there")
     parts: dict[str, Any] = {"trials": ()}
     if kind == "trial":
         run_id = str(fields.pop("run_id", ""))
