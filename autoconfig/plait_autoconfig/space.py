@@ -103,19 +103,15 @@ class Space:
         """Return a key that is the same for equal configurations; None stands for an inactive knob."""
         return tuple(config.get(name) for name in self.by_name)
 
-    @cached_property
-    def feature_names(self) -> tuple[str, ...]:
-        """The meaning of each column of `encode`: `cpu`, `gpu=T4`, `window?` (whether the knob is active)."""
-        return tuple(name for knob in self.knobs for name in _columns(knob))
-
     def encode(self, configs: Sequence[Config]) -> NDArray[np.float64]:
-        """Return the configurations as numbers in [0, 1], float64 of shape (N, len(feature_names)).
+        """Return the configurations as numbers in [0, 1], float64 of shape (N, D).
 
         Ranges and ordered choices have one column (rank or value, on the knob's scale), unordered ones with three or
-        more values have a column per value. An inactive knob is at the middle (0.5) and has a 0 in its column `?`.
+        more values have a column per value; one more says whether a conditional knob is active. An inactive one is at
+        the middle (0.5).
         """
-        rows = [[number for knob in self.knobs for number in _encoded(knob, config)] for config in configs]
-        return np.asarray(rows, np.float64).reshape(len(configs), len(self.feature_names))
+        rows = [[number for knob in self.knobs for number in _encoded(knob, each)] for each in (*configs, {})]
+        return np.array(rows, np.float64)[:-1]  # with one more, which gives none its width
 
     def configuration_at(self, point: Sequence[float]) -> Config:
         """Return the configuration at a point of [0, 1)^knobs, constraints unchecked; inactive knobs ignore theirs."""
@@ -256,11 +252,6 @@ def _check_condition(owner: str, parent: Knob | None, name: str, allowed: Sequen
 def _one_hot(knob: Knob) -> tuple[Value, ...]:
     """Return the values that get a column each; empty for a knob with one column."""
     return knob.values if isinstance(knob, ChoiceKnob) and not knob.ordered and len(knob.values) > 2 else ()
-
-
-def _columns(knob: Knob) -> list[str]:
-    names = [f"{knob.name}={value}" for value in _one_hot(knob)] or [knob.name]
-    return [*names, f"{knob.name}?"] if knob.when else names
 
 
 def _encoded(knob: Knob, config: Config) -> list[float]:

