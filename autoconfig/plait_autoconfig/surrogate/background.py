@@ -31,27 +31,15 @@ MARGIN_OFFSET_SD = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Logarithms of the typical sizes of the parts, and how far off they may be (`spread`, a standard deviation).
+    """Logarithms of the typical sizes of the parts, `center` (3 + D,), and how far off they may be: `spread`, a
+    standard deviation.
 
-    `mix`: of the coefficients c_s times sqrt(S). `smooth` and `own`: standard deviations of these parts.
-    `lengths` (D,): length scales of the smooth part, in units of the encoded features.
+    In this order: of the coefficients c_s times sqrt(S); the standard deviations of `smooth` and of `own`; the length
+    scales of the smooth part (D,), in units of the encoded features.
     """
 
-    mix: float
-    smooth: float
-    own: float
-    lengths: Floats
+    center: Floats
     spread: float
-
-    def vector(self) -> Floats:
-        """Return everything except the spread as one vector (3 + D,)."""
-        return np.concatenate([[self.mix, self.smooth, self.own], self.lengths])
-
-    @classmethod
-    def from_vector(cls, vector: Floats, *, spread: float) -> Scales:
-        """Return the scales from a vector; the inverse of `vector`."""
-        mix, smooth, own = (float(value) for value in vector[:3])
-        return cls(mix=mix, smooth=smooth, own=own, lengths=vector[3:], spread=spread)
 
 
 def usual_scales(features: int, *, smooth: float = 1.0, own: float = 0.1, spread: float = 0.9) -> Scales:
@@ -62,7 +50,7 @@ def usual_scales(features: int, *, smooth: float = 1.0, own: float = 0.1, spread
     Gaussian process informative in every dimension (Hvarfner et al., ICML 2024).
     """
     lengths = np.full(features, np.log(0.5 * np.sqrt(max(1, features))))
-    return Scales(mix=0.0, smooth=np.log(smooth), own=np.log(own), lengths=lengths, spread=spread)
+    return Scales(center=np.concatenate([[0.0, np.log(smooth), np.log(own)], lengths]), spread=spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

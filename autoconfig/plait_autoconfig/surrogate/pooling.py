@@ -116,7 +116,7 @@ def _filled(sources: Sequence[PastSource], scaled: Sequence[Floats], cells: Floa
         forest = _forest(rows, values - offsets[owner], rng)
         residual = values - forest.predict(rows)
         offsets = np.array([residual[owner == s].mean() for s in range(len(sources))])
-    length = np.exp(usual_scales(cells.shape[1]).lengths)
+    length = np.exp(usual_scales(cells.shape[1]).center[3:])
     filled = []
     for s, source in enumerate(sources):
         own = rng.permutation(np.flatnonzero(owner == s))[:_MAX_OWN]
@@ -187,4 +187,4 @@ def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random
         return np.asarray(sum(log_evidence(background, data, theta) for background, data in tasks))
 
     best = Hypotheses.drawn(evidence, usual, SIZE, rng).refined(rng).theta[0]
-    return Scales.from_vector(best, spread=0.5)
+    return Scales(center=best, spread=0.5)

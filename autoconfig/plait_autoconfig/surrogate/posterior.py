@@ -91,7 +91,7 @@ def log_evidence(background: Background, data: TrialData, theta: Floats) -> Floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypotheses:
-    """Hypotheses about the scales, `theta` (P, 3 + D) as in `Scales.vector`, with their log `evidence` and `fit` (P,).
+    """Hypotheses about the scales, `theta` (P, 3 + D) as in `Scales.center`, with their log `evidence` and `fit` (P,).
 
     `evidence_of` computes it. `fit` is the evidence plus the log `prior` of the hypothesis: the log posterior up to a
     constant.
@@ -108,14 +108,14 @@ class Hypotheses:
         cls, evidence_of: Callable[[Floats], Floats], prior: Scales, size: int, rng: np.random.Generator
     ) -> Hypotheses:
         """Draw the first round from the prior, whose centre is one of them."""
-        noise = rng.standard_normal((size, len(prior.vector())))
+        noise = rng.standard_normal((size, len(prior.center)))
         noise[0] = 0.0
-        return cls._of(evidence_of, prior, prior.vector() + prior.spread * noise)
+        return cls._of(evidence_of, prior, prior.center + prior.spread * noise)
 
     @classmethod
     def _of(cls, evidence_of: Callable[[Floats], Floats], prior: Scales, theta: Floats) -> Hypotheses:
         evidence = evidence_of(theta)
-        fit = evidence - 0.5 * (((theta - prior.vector()) / prior.spread) ** 2).sum(1)
+        fit = evidence - 0.5 * (((theta - prior.center) / prior.spread) ** 2).sum(1)
         return cls(evidence_of=evidence_of, prior=prior, theta=theta, evidence=evidence, fit=fit)
 
     def mean_evidence(self) -> float:

@@ -110,7 +110,7 @@ def test_attainment_is_judged_by_what_is_missing():
 def test_evidence_is_that_of_a_gaussian():
     """The naive twin: the density of the trials under the covariance written out in full."""
     back, trials = background(), data(SURFACE, [0, 7, 19, 24])
-    theta = back.scales.vector()
+    theta = back.scales.center
     mix, smooth, own = np.exp(2.0 * theta[:3])
     rows = CELLS[trials.index] / np.exp(theta[3:])
     mean, deviations = back.mean[trials.index], back.deviations[:, trials.index]
