@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from plait_autoconfig.report.page import PageSource, report_page
+from plait_autoconfig.report.page import report_page
 from support.browser import needs_browser, window
 from support.tune_jobs import job
 from support.tuned import played
 
-SOURCE = PageSource(command="plait tune run demo.yaml", made_by="plait")
+SOURCE = {"command": "plait tune run demo.yaml", "made_by": "plait"}
 SORT = """
   const heads = [...document.querySelectorAll("th button")];
   const column = heads.findIndex(button => button.textContent === "goodput per cost");
@@ -35,7 +35,7 @@ def opened(window, tmp_path, html, width=900):
 def test_the_report_opens_and_sorts(window, tmp_path, limit, width):
     """Of a feasible job on a desk and of an infeasible one on a phone: no complaint of the browser, nothing wider than
     the window, and a second click on a column's head sorts it from the largest down."""
-    page = opened(window, tmp_path, report_page(played(job(limits=[limit], budget={"trials": 12})), SOURCE), width)
+    page = opened(window, tmp_path, report_page(played(job(limits=[limit], budget={"trials": 12})), **SOURCE), width)
     values = page.run(SORT)
     assert values == sorted(values, reverse=True)
     assert len(values) > 12
@@ -45,7 +45,7 @@ def test_the_report_opens_and_sorts(window, tmp_path, limit, width):
 
 def test_the_page_forbids_foreign_scripts(window, tmp_path):
     """Its policy blocks a script that is not its own, as the browser says."""
-    html = report_page(played(most=3), SOURCE)
+    html = report_page(played(most=3), **SOURCE)
     page = opened(window, tmp_path, html.replace("</body>", "<script>document.title = 'foreign'</script></body>"))
     (complaint,) = page.complaints()
     assert "Content Security Policy" in complaint

@@ -9,7 +9,6 @@ out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,25 +20,16 @@ FEWEST_CELLS = 10
 """The number of configurations below which no importance is computed: too few for a surface over several knobs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Importance:
-    """`shares`: importance by knob, largest first; they sum to 1. With several goals, the mean over these."""
-
-    shares: tuple[tuple[str, float], ...]
-    cells: int
-
-
-def knob_importance(space: Space, objective: Objective, cells: Sequence[Cell]) -> Importance | None:
-    """Return how much each knob matters; None with fewer than `FEWEST_CELLS`, or when all configurations did equally
-    well."""
+def knob_importance(space: Space, objective: Objective, cells: Sequence[Cell]) -> list[tuple[str, float]]:
+    """Return how much each knob matters, the largest share first; they sum to 1, and with several goals are the means
+    over these. Empty with fewer than `FEWEST_CELLS`, or when all configurations did equally well."""
     if len(cells) < FEWEST_CELLS:
-        return None
+        return []
     each = [_effects(space, Objective((goal,), objective.limits), cells) for goal in objective.goals]
     found = np.mean([effects / effects.sum() for effects in each if effects.sum() > 0.0] or [np.zeros(1)], axis=0)
     if not found.any():
-        return None
-    shares = sorted(zip(space.by_name, found.tolist(), strict=True), key=lambda share: (-share[1], share[0]))
-    return Importance(shares=tuple(shares), cells=len(cells))
+        return []
+    return sorted(zip(space.by_name, found.tolist(), strict=True), key=lambda share: (-share[1], share[0]))
 
 
 def _effects(space: Space, objective: Objective, cells: Sequence[Cell]) -> np.ndarray:

@@ -5,7 +5,6 @@ Its only script sorts the table of measurements (`plait_report.page.POLICY`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from plait_autoconfig.jobs.state import Interval, JobState, Recommendation
@@ -16,17 +15,9 @@ from plait_report.page import footer, header, html_page, number, tiles
 _ALIKE = 0.005  # would be told as 0 %
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageSource:
-    """What the state does not contain: the command that reruns the job, its text as given, and who made the page."""
-
-    command: str
-    made_by: str = ""
-    job_text: str = ""
-
-
-def report_page(state: JobState, source: PageSource) -> str:
-    """Return the page. Without `job_text` the job is written out with all its defaults."""
+def report_page(state: JobState, *, command: str, made_by: str = "", job_text: str = "") -> str:
+    """Return the page, with what the state does not contain: the command that reruns the job, who made the page, and
+    the job's text as given; without `job_text` the job is written out with all its defaults."""
     several, answer = len(state.spec.goal.goals) > 1, state.recommendation
     body = [
         _head(state),
@@ -41,8 +32,8 @@ def report_page(state: JobState, source: PageSource) -> str:
         sections.drift(state),
         tables.all_trials(state) if state.rows else "",
         sections.facts(state),
-        sections.reproduction(source.command, source.job_text or sections.job_text(state)),
-        footer(source.made_by),
+        sections.reproduction(command, job_text or sections.job_text(state)),
+        footer(made_by),
     ]
     return html_page(f"{state.spec.name}: {verdict(state)}", body, sorts=True)
 

@@ -94,19 +94,19 @@ def drift(state: JobState) -> str:
 def importance(state: JobState) -> str:
     """Return how much each knob mattered."""
     cells = figures.cells(state)
-    found = knob_importance(state.spec.space, state.spec.goal, cells)
-    if found is None:
+    shares = knob_importance(state.spec.space, state.spec.goal, cells)
+    if not shares:
         why = f"{len(cells)} configurations were measured; of fewer than {FEWEST_CELLS} nothing can be said."
         if len(cells) >= FEWEST_CELLS:
             why = "Nothing can be said: all configurations did equally well."
         return section("Which knobs mattered", why)
     rows = "".join(
-        f'<span>{escape(name)}</span><i style="width:{100.0 * share / found.shares[0][1]:.1f}%"></i>'
+        f'<span>{escape(name)}</span><i style="width:{100.0 * share / shares[0][1]:.1f}%"></i>'
         f"<b>{100.0 * share:.0f} %</b>"
-        for name, share in found.shares
+        for name, share in shares
     )
     note = (
-        f"How much the goal varies with each knob over the whole space, as a model of the {found.cells} configurations "
+        f"How much the goal varies with each knob over the whole space, as a model of the {len(cells)} configurations "
         "that were measured has it. From so few it is a hint, not a proof."
     )
     return section("Which knobs mattered", note, f'<div class="bars">{rows}</div>')

@@ -23,7 +23,7 @@ from plait_autoconfig.jobs.measurer import MeasurerSource
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.report.page import PageSource, report_page
+from plait_autoconfig.report.page import report_page
 from plait_loadtest.host import tool_version
 from plait_serving.spelling import hint
 
@@ -97,12 +97,12 @@ def write_report(store: JobStore, path: Path) -> None:
 def report_of(store: JobStore) -> str:
     """Return the report of the job's current state as HTML. Raises `TunerError`."""
     job = store.folder / "job.yaml"
-    source = PageSource(
+    return report_page(
+        read_state(store),
         command=f"plait tune run {job}",
         made_by=f"plait {tool_version()}",
         job_text=job.read_text(encoding="utf-8") if job.is_file() else "",
     )
-    return report_page(read_state(store), source)
 
 
 def errors_as_messages() -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from plait_autoconfig.report import charts, figures
 from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
 from plait_autoconfig.report.formatting import change_text, gain_words, metric_title, with_unit
 from plait_autoconfig.report.importance import knob_importance
-from plait_autoconfig.report.page import PageSource, report_page
+from plait_autoconfig.report.page import report_page
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, cells_of
 from plait_report.charts import NARROW, SMALL, WIDE
@@ -29,7 +29,7 @@ from support.pages import assert_stands_alone
 from support.tune_jobs import job
 from support.tuned import played
 
-SOURCE = PageSource(command="plait tune run demo.yaml", made_by="plait 0.1.0", job_text="name: demo  # <b>mine</b>\n")
+SOURCE = {"command": "plait tune run demo.yaml", "made_by": "plait 0.1.0", "job_text": "name: demo  # <b>mine</b>\n"}
 TRIALS = {"budget": {"trials": 12}}
 JOBS = {
     "feasible": lambda: played(job(limits=["p99_ms <= 100"], **TRIALS)),
@@ -52,7 +52,7 @@ def states():
 @pytest.fixture(scope="module")
 def pages(states):
     """The report of each."""
-    return {name: report_page(state, SOURCE) for name, state in states.items()}
+    return {name: report_page(state, **SOURCE) for name, state in states.items()}
 
 
 def headline(html):
@@ -85,7 +85,9 @@ def test_the_answer_comes_first(states, pages):
     assert said["nothing yet"] == "Searching"
     assert said["cheapest"] == "Keeps every limit; the default does not"
     alike = replace(states["feasible"].recommendation, gain={"goodput_per_cost": Interval(value=1.002)})
-    assert headline(report_page(replace(states["feasible"], answers=(alike,)), SOURCE)) == "No better than the default"
+    assert (
+        headline(report_page(replace(states["feasible"], answers=(alike,)), **SOURCE)) == "No better than the default"
+    )
 
 
 def test_the_page_tells_why_nothing_is_feasible(pages):
@@ -119,7 +121,7 @@ def test_the_page_escapes_what_it_shows(states):
     state = states["failures"]
     evil = "<img src=x>"
     rows = tuple(replace(row, reason=evil, note=evil) for row in state.rows)
-    html = report_page(replace(state, rows=rows, reason=evil, warnings=(evil,)), replace(SOURCE, command=evil))
+    html = report_page(replace(state, rows=rows, reason=evil, warnings=(evil,)), **(SOURCE | {"command": evil}))
     assert "<img" not in html
 
 
@@ -215,8 +217,8 @@ def measured(configs, outcome):
 def test_importance_of_too_little_is_not_told():
     """Few configurations, or all alike: nothing, instead of a number without meaning."""
     cells = measured(SPACE.cells(), lambda config: TrialOutcome.measured(good=config["strong"]))
-    assert knob_importance(SPACE, GOOD, cells[:9]) is None
-    assert knob_importance(SPACE, GOOD, measured(SPACE.cells(), lambda _: TrialOutcome.measured(good=1.0))) is None
+    assert knob_importance(SPACE, GOOD, cells[:9]) == []
+    assert knob_importance(SPACE, GOOD, measured(SPACE.cells(), lambda _: TrialOutcome.measured(good=1.0))) == []
 
 
 TUNED = Space((
@@ -254,7 +256,7 @@ def test_importance_is_that_of_the_known_surface(designer, loss):
         outcome = TrialOutcome.measured(good=float(np.exp(-loss(config) + 0.05 * rng.standard_normal())))
         trials.append(Trial(number=number, config=config, outcome=outcome))
         asking.tell(trials[-1])
-    found = dict(knob_importance(TUNED, GOOD, cells_of(trials)).shares)
+    found = dict(knob_importance(TUNED, GOOD, cells_of(trials)))
     assert found == pytest.approx(main_effects(loss), abs=0.15)
 
 
@@ -267,7 +269,7 @@ def test_importance_for_several_goals_is_the_mean_and_failures_say_nothing():
         lambda knobs: crash if knobs["strong"] == 6
         else TrialOutcome.measured(good=float(knobs["strong"]), quick=float(knobs["idle"])),
     )  # fmt: skip
-    found = knob_importance(SPACE, two, cells).shares
+    found = knob_importance(SPACE, two, cells)
     assert {name for name, _ in found[:2]} == {"strong", "idle"}
     assert dict(found) == pytest.approx({"strong": 0.5, "idle": 0.5, "kind": 0.0, "inner": 0.0}, abs=0.1)
 
