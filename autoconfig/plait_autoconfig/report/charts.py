@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from plait_autoconfig.jobs.state import Interval
 from plait_autoconfig.report.formatting import signed_percent
-from plait_report.charts import SMALL, WIDE, Chart, Frame
+from plait_report.charts import SMALL, Chart, Frame
 
 Kind = Literal["ok", "over", "failed", "reference", "confirm"]
 """In this order: kept every limit; exceeded one; gave no measurement; the reference configuration; a candidate
@@ -26,16 +27,6 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StairStep:
-    """From `x` on, the best known value is `y`, and lies between `low` and `high`."""
-
-    x: float
-    y: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The titles of the axes, and a sentence that describes the drawing to those who cannot see it."""
 
@@ -45,31 +36,30 @@ class Axes:
 
 
 def best_so_far(
-    dots: Sequence[Dot], steps: Sequence[StairStep], axes: Axes, *, default: float | None, frame: Frame = WIDE
+    dots: Sequence[Dot], steps: Sequence[tuple[float, Interval]], axes: Axes, *, default: float | None, frame: Frame
 ) -> str:
-    """Draw every trial over time, the best known value as a staircase with its interval, and the default's value."""
+    """Draw every trial over time, the best known value as a staircase with its interval, and the default's value.
+
+    `steps`: from where on the best is known to be what."""
     last = max((dot.x for dot in dots), default=1.0)
-    values = [*_measured(dots), *(value for step in steps for value in (step.low, step.high))]
+    bands = [tuple(best.value if edge is None else edge for edge in (best.low, best.high)) for _, best in steps]
+    values = [*_measured(dots), *(edge for band in bands for edge in band)]
     chart = Chart(frame, frame.x(0.4, last + 0.6), frame.y_around(values if default is None else [*values, default]))
     chart.axis_y(name=axes.y)
     chart.axis_x(name=axes.x, whole=True)
-    ends = [*(step.x for step in steps[1:]), last + 0.5][: len(steps)]
-    for step, end in zip(steps, ends, strict=True):
-        chart.box((step.x, end), (step.low, step.high), "band")
+    ends = [*(x for x, _ in steps[1:]), last + 0.5][: len(steps)]
+    for (x, _), end, (low, high) in zip(steps, ends, bands, strict=True):
+        chart.box((x, end), (low, high), "band")
     if default is not None:
         chart.level(default, "default")
-    chart.line([(at, step.y) for step, end in zip(steps, ends, strict=True) for at in (step.x, end)])
+    chart.line([(at, best.value) for (x, best), end in zip(steps, ends, strict=True) for at in (x, end)])
     return _drawn(chart, dots, axes)
 
 
 def trade_off(
-    dots: Sequence[Dot],
-    front: Sequence[tuple[float, float]],
-    axes: Axes,
-    *,
-    limit: tuple[str, float, bool] | None = None,
-    frame: Frame = WIDE,
-) -> str:
+    dots: Sequence[Dot], front: Sequence[tuple[float, float]], axes: Axes, *, limit: tuple[str, float, bool] | None,
+    frame: Frame,
+) -> str:  # fmt: skip
     """Draw one metric against another: all trials, the front as a line, and a limit of the x metric.
 
     `front`: corners in the order of x. `limit`: its text, its value, and whether what lies to its right is
@@ -86,7 +76,7 @@ def trade_off(
     return _drawn(chart, measured, axes)
 
 
-def drift(points: Sequence[tuple[float, float, str]], axes: Axes, *, bound: float, frame: Frame = WIDE) -> str:
+def drift(points: Sequence[tuple[float, float, str]], axes: Axes, *, bound: float, frame: Frame) -> str:
     """Draw the reference over time, as (minutes, ratio to its first measurement, text), and the noise band."""
     edges = [1.0 - bound, 1.0 + bound]
     x = frame.x(0.0, max((at for at, _, _ in points), default=1.0) * 1.02)

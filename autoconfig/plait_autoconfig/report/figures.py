@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Mapping
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.state import JobState, MeasurementRow
+from plait_autoconfig.jobs.state import Interval, JobState, MeasurementRow
 from plait_autoconfig.jobs.uncertainty import Noise
 from plait_autoconfig.objective import Goal, Objective, beats
 from plait_autoconfig.report import charts
-from plait_autoconfig.report.charts import Dot, StairStep
+from plait_autoconfig.report.charts import Dot
 from plait_autoconfig.report.formatting import config_text, with_unit
 from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, cells_of, config_key, pooled
 
@@ -49,15 +50,15 @@ def default_breaks(state: JobState, *, confirmed: bool) -> frozenset[str]:
     return frozenset(limit.metric for limit in limits if limit.excess(metrics) > 0.0)
 
 
-def best_over_time(state: JobState, goal: Goal) -> tuple[StairStep, ...]:
-    """Return the mean of the best feasible configuration after each measurement that changed it, with its interval.
+def best_over_time(state: JobState, goal: Goal) -> list[tuple[int, Interval]]:
+    """Return the number of each measurement that changed the mean of the best feasible configuration, and that mean.
 
     It can get worse: when the best is measured again and was luckier the first time.
     """
     objective, noise = Objective((goal,), state.spec.goal.limits), noise_of(state, goal)
     seen: dict[Hashable, list[TrialOutcome]] = {}
     losses: dict[Hashable, float] = {}
-    steps: list[StairStep] = []
+    steps: list[tuple[int, Interval]] = []
     for row in finished(state):
         key, outcome = config_key(row.config), row.outcome
         if outcome is None or outcome.invalid:
@@ -69,19 +70,13 @@ def best_over_time(state: JobState, goal: Goal) -> tuple[StairStep, ...]:
             losses[key] = goal.loss(mean.metrics)
         if losses:
             best = min(losses, key=losses.__getitem__)
-            steps.append(_step(row.number, [each.metrics[goal.metric] for each in seen[best]], noise))
-    return tuple(step for before, step in zip([None, *steps], steps, strict=False) if _differ(before, step))
+            steps.append((row.number, noise.mean([each.metrics[goal.metric] for each in seen[best]])))
+    return [next(alike) for _, alike in itertools.groupby(steps, key=lambda step: step[1])]
 
 
 def noise_of(state: JobState, goal: Goal) -> Noise:
     """Return the scatter of measurements of one configuration; it includes the drift, so it is rather too large."""
     return Noise.of(goal.metric, ((row.config, row.raw) for row in finished(state)), seed=state.spec.seed)
-
-
-def _step(number: int, values: Sequence[float], noise: Noise) -> StairStep:
-    mean = noise.mean(values)
-    low, high = (mean.value if edge is None else edge for edge in (mean.low, mean.high))
-    return StairStep(x=number, y=mean.value, low=low, high=high)
 
 
 def dots(state: JobState, metric: str, places: Iterable[tuple[MeasurementRow, float]]) -> list[Dot]:
@@ -140,7 +135,3 @@ def pareto_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float],
             corners.append((point[0], before[1]) if x.direction == "min" else (before[0], point[1]))
         corners.append(point)
     return tuple(corners)
-
-
-def _differ(one: StairStep | None, other: StairStep) -> bool:
-    return one is None or (one.y, one.low, one.high) != (other.y, other.low, other.high)

@@ -153,8 +153,8 @@ def test_the_stair_is_the_best_mean_so_far(states):
             naive[trial.number] = best.outcome.metrics[goal.metric]
     steps = figures.best_over_time(state, goal)
     for number, value in naive.items():
-        assert [step.y for step in steps if step.x <= number][-1] == pytest.approx(value)
-    assert all(step.low < step.y < step.high for step in steps)
+        assert [best.value for at, best in steps if at <= number][-1] == pytest.approx(value)
+    assert all(best.low < best.value < best.high for _, best in steps)
 
 
 def test_a_default_outside_the_space_is_no_cell(states):
@@ -175,7 +175,7 @@ def test_drawings_stay_inside_their_frame(frame, values):
     dots = [charts.Dot(x=float(i), y=value, kind="ok", text="t") for i, value in enumerate(values)]
     dots.append(charts.Dot(x=0.0, y=None, kind="failed", text="t"))
     axes = charts.Axes(x="x", y="y", label="l")
-    steps = [charts.StairStep(x=0.0, y=value, low=value, high=value) for value in values[:1]]
+    steps = [(0.0, Interval(value=value)) for value in values[:1]]
     for drawing in (
         charts.best_so_far(dots, steps, axes, default=None, frame=frame),
         charts.trade_off(dots, [], axes, limit=("p99", 3.0, True), frame=frame),
