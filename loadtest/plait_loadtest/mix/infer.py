@@ -7,6 +7,7 @@ FP32 (C, dense), ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ from pydantic_core import to_json
 
 from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, ZipfRanks
 from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
-from plait_loadtest.scenario import InferClass, LoadTarget
+from plait_loadtest.scenario import InferClass, InferInput, LoadTarget
 from plait_loadtest.seeds import Numbered
 from plait_loadtest.values import PreparedRequest
 
@@ -27,6 +28,9 @@ _DENSE_LEVELS = 1024  # dense features are multiples of 1/1024: the same in floa
 Named: TypeAlias = tuple[str, str, Tensor]
 """A tensor with its name and datatype."""
 
+_Input: TypeAlias = tuple[InferInput, ZipfRanks]
+"""What a scenario declares, and how ids of it are drawn."""
+
 
 class InferRequests:
     """Builds the requests of one class. `counts` and `values` are independent streams."""
@@ -36,7 +40,12 @@ class InferRequests:
         self._path = target.path or f"/v2/models/{target.model}/infer"
         self._headers = tuple((name.lower(), value) for name, value in spec.headers.items())
         self._values = values
-        self._draw = _Declared(spec) if spec.inputs else _Flat(spec)
+        if spec.inputs:
+            drawn = [ZipfRanks(np.array([item.ids or 1]), spec.zipf) for item in spec.inputs]
+            self._draw = partial(_declared, list(zip(spec.inputs, drawn, strict=True)))
+        else:
+            rows = np.repeat(np.array(spec.rows, dtype=np.int64), spec.ids_per_table or 1)
+            self._draw = partial(_flat, spec, ZipfRanks(rows, spec.zipf))
         self._choice = WeightedChoice(MLPERF_CANDIDATES if spec.candidates == "mlperf" else spec.candidates)
         self._candidates = Chunks(counts, 1, self._draw_chunk)
 
@@ -89,46 +98,30 @@ class InferRequests:
         return max(1, len(self._spec.outputs))
 
 
-class _Flat:
-    """Dense values in one tensor, the ids of all tables in another."""
-
-    def __init__(self, spec: InferClass) -> None:
-        per_table = spec.ids_per_table or (1,) * len(spec.rows)
-        self._spec = spec
-        self._ranks = ZipfRanks(np.repeat(np.array(spec.rows, dtype=np.int64), per_table), spec.zipf)
-
-    def __call__(self, rng: np.random.Generator, candidates: int) -> list[Named]:
-        """Return dense (C, dense) and ids (C, I), leaving out those that would be empty."""
-        named: list[Named] = [
-            (self._spec.dense_name, "FP32", _numbers(rng, (candidates, self._spec.dense))),
-            (self._spec.ids_name, "INT64", self._ranks.draw(rng, candidates)),
-        ]
-        return [entry for entry in named if entry[2].size]
+def _flat(spec: InferClass, ranks: ZipfRanks, rng: np.random.Generator, candidates: int) -> list[Named]:
+    """Return dense values in one tensor (C, dense), and the ids of all tables in another (C, I), leaving out those that
+    would be empty."""
+    named: list[Named] = [
+        (spec.dense_name, "FP32", _numbers(rng, (candidates, spec.dense))),
+        (spec.ids_name, "INT64", ranks.draw(rng, candidates)),
+    ]
+    return [entry for entry in named if entry[2].size]
 
 
-class _Declared:
-    """The tensors of declared inputs."""
-
-    def __init__(self, spec: InferClass) -> None:
-        self._inputs = tuple(
-            (item, None if item.ids is None else ZipfRanks(np.array([item.ids], dtype=np.int64), spec.zipf))
-            for item in spec.inputs
-        )
-
-    def __call__(self, rng: np.random.Generator, candidates: int) -> list[Named]:
-        """Return the tensors in the declared order; empty bags are sent, because a server must know of them."""
-        named: list[Named] = []
-        for item, ranks in self._inputs:
-            rows = 1 if item.side == "user" else candidates
-            if ranks is None:
-                named.append((item.name, "FP32", _numbers(rng, (rows, item.numbers or 0))))
-                continue
-            drawn = ranks.draw(rng, rows * (1 if item.bag is None else item.bag)).reshape(-1)
-            named.append((item.name, "INT64", drawn))
-            if item.bag is not None:
-                offsets = np.arange(rows + 1, dtype=np.int64) * item.bag
-                named.append((f"{item.name}_offsets", "INT64", offsets))
-        return named
+def _declared(inputs: Sequence[_Input], rng: np.random.Generator, candidates: int) -> list[Named]:
+    """Return the tensors in the declared order; empty bags are sent, because a server must know of them."""
+    named: list[Named] = []
+    for item, ranks in inputs:
+        rows = 1 if item.side == "user" else candidates
+        if item.numbers is not None:
+            named.append((item.name, "FP32", _numbers(rng, (rows, item.numbers))))
+            continue
+        drawn = ranks.draw(rng, rows * (1 if item.bag is None else item.bag)).reshape(-1)
+        named.append((item.name, "INT64", drawn))
+        if item.bag is not None:
+            offsets = np.arange(rows + 1, dtype=np.int64) * item.bag
+            named.append((f"{item.name}_offsets", "INT64", offsets))
+    return named
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
