@@ -59,6 +59,12 @@ class Model:
         self.forecast = WorkForecast(self.costs)
 
     @property
+    def steps(self) -> Stepper:
+        """What steps it, while it is resident."""
+        assert self.stepper is not None
+        return self.stepper
+
+    @property
     def nbytes(self) -> int:
         """What its weights take in memory, and its share of the text encoders'."""
         return self.family.weights_bytes + self.family.shared_bytes()
