@@ -65,7 +65,6 @@ class Engine:
         self.knobs = knobs
         """The knobs in force, which `reconfigure` changes."""
         self._clock = clock
-        self._request_s: dict[str, float] = {}
         self._registry = RequestRegistry()
         self.pool = ModelPool(
             models,
@@ -137,10 +136,8 @@ class Engine:
             if request.loras:  # not before: who is refused has read nothing, and taken nobody's room
                 job.loras = model.loras.acquire([lora.name for lora in request.loras], request.tenant)
                 job.loras.add_done_callback(lambda _: self._loaded(job))
-        usual_s = self._request_s.get(model.name, job.work_s)
-        usual_s += _NEWEST_SHARE * (job.work_s - usual_s)
-        # Without those of models that have left; never changed, because other threads read it.
-        self._request_s = {**self.request_s(), model.name: usual_s}
+        usual_s = job.work_s if model.usual_s is None else model.usual_s
+        model.usual_s = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
         return Ticket(job, self._registry.wake)
 
     def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:
@@ -185,8 +182,7 @@ class Engine:
 
     def request_s(self) -> dict[str, float]:
         """Return the compute-seconds of a usual request of each model that was asked for."""
-        models = self.pool.models
-        return {name: seconds for name, seconds in self._request_s.items() if name in models}
+        return {name: it.usual_s for name, it in self.pool.models.items() if it.usual_s is not None}
 
     def usage(self) -> dict[str, TenantUsage]:
         """Return what each tenant used since the start."""
