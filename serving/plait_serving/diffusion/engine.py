@@ -190,10 +190,7 @@ class Engine:
 
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s` seconds, then fail the rest. Idempotent."""
-        self._registry.close_to_new()
-        if self._compute.is_alive():
-            self._registry.wait_until_empty(drain_s)
-        self._registry.shut_down()
+        self._registry.drain(drain_s if self._compute.is_alive() else 0.0)
         if self._compute.is_alive():
             self._compute.join()
         self.pool.close()

@@ -112,15 +112,12 @@ class RequestRegistry:
                 self._changed.wait(timeout_s)
             self._has_news = False
 
-    def close_to_new(self) -> None:
-        """Make `admitted` raise from now on."""
+    def drain(self, timeout_s: float) -> None:
+        """Make `admitted` raise from now on, wait at most `timeout_s` until every job has left, and shut down."""
         with self._changed:
             self._closed_to_new = True
-
-    def wait_until_empty(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until every job has left; return whether that was reached."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open or self.shut, timeout=timeout_s)
+            self._changed.wait_for(lambda: not self._open or self.shut, timeout=timeout_s)
+            self.shut_down()
 
     def shut_down(self) -> None:
         """Make the compute thread end."""

@@ -87,7 +87,8 @@ class Stepper:
             unit.sampler = self.denoiser.sampler(request, seeds)
         if unit.latents is None:
             ready = self._start(unit, unit.sampler, until_s)
-        if ready and unit.encoding is None and (unit.conditioning is None or self._text_changed(unit)):
+        text_changed = unit.encoded_with != unit.loras and _touches_text(_weights_of(unit))
+        if ready and unit.encoding is None and (unit.conditioning is None or text_changed):
             unit.close_controls()
             unit.encoding = self.denoiser.begin(request)
             unit.encoded_with = unit.loras
@@ -154,9 +155,6 @@ class Stepper:
         unit.conditioning = replace(conditioning, n=unit.images)
         self._open_controls(unit)
         return True
-
-    def _text_changed(self, unit: Unit) -> bool:
-        return unit.encoded_with != unit.loras and _touches_text(_weights_of(unit))
 
     def _merge_text(self, unit: Unit) -> float:
         """Put the unit's set into the text encoders, if it changes them; return the seconds it took."""

@@ -135,14 +135,12 @@ class _Kind:
         One that looked better needs no second chance: it is used, and so measured, as soon as there are as many rows.
         """
         row_s = self.known[rows] / rows
-        for other in [other for other, calls in self.by_rows.items() if self._is_stale(calls)]:
+        last_call = self.calls - _FORGET_AFTER_CALLS
+        for other in [other for other, calls in self.by_rows.items() if calls.last_call <= last_call]:
             other_s = self.known.get(other)
             if other_s is None or (1.0 + JOIN_SHARE) * other_s / other > row_s:
                 del self.by_rows[other]
                 self.known.pop(other, None)
-
-    def _is_stale(self, calls: _Calls) -> bool:
-        return self.calls - calls.last_call >= _FORGET_AFTER_CALLS
 
 
 def _estimate_s(known: dict[int, float], rows: int) -> float:

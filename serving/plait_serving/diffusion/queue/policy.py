@@ -220,16 +220,14 @@ class _Choice:
         due = [unit.order for unit in units if self._is_due(unit)]
         cuts = _first_calls([unit.rows for unit in reach], lambda rows: self.costs.step_s(seed.key, rows))
         lawful = [cut for cut in cuts if _overtakes_none_of(due, reach[: cut.units])]
-        runs = next((cut for cut in reversed(lawful) if self._all_ran(reach[: cut.units])), None)
+        ran = [unit.order in self.running for unit in reach]
+        runs = next((cut for cut in reversed(lawful) if all(ran[: cut.units])), None)
         if runs is not None and runs.pays(JOIN_SHARE):
             chosen = next((cut for cut in lawful if cut.units < runs.units and cut.pays(STAY_SHARE)), runs)
         else:
             fastest = min(lawful, key=lambda cut: cut.loss)
             chosen = next((cut for cut in lawful if cut.pays(JOIN_SHARE)), fastest)
         return tuple(sorted(reach[: chosen.units], key=lambda unit: unit.order))
-
-    def _all_ran(self, units: Sequence[Candidate]) -> bool:
-        return all(unit.order in self.running for unit in units)
 
     def _in_reach(self, seed: Candidate, units: Sequence[Candidate]) -> list[Candidate]:
         """Return `seed` and those of its group that fit into a call with it, in the order of `units`."""
