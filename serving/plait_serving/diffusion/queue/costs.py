@@ -35,8 +35,8 @@ _KEPT_CALLS = 31
 _CALLS_TO_KNOW = 3
 # Trying a forgotten count takes three calls: with the four doublings up to 16 rows about one call in a hundred.
 _FORGET_AFTER_CALLS = 1000
-# Three calls in a row that are all so many times faster than known are no noise. Slower ones say nothing: images are
-# decoded beside steps.
+# Three calls in a row that are all so many times faster than known are no noise. Slower ones say nothing: a GPU decodes
+# images beside steps.
 _FASTER_AT_ONCE = 1.2
 # Between a launch-bound GPU (0) and a compute-bound CPU (1).
 _HOPED_SHARE_OF_ANOTHER_ROW = 0.5
