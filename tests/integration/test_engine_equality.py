@@ -93,7 +93,7 @@ def test_a_request_whose_loras_made_room_for_another_tenant_has_the_same_bits(sd
     probe.engine.submit(asked, lambda event: tell(35, event))
     assert ended.wait(120.0)
     assert not errors
-    assert last_steps == [39, 41, 35]  # images are decoded beside the steps, in another order
+    assert last_steps == [39, 41, 35]  # images are decoded between the steps, in another order
     assert cache.statistics().evictions - before >= 3
     assert any(torch.equal(latents, alone) for latents in probe.decoded)
     probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"host_lora_bytes": KNOBS.host_lora_bytes}))

@@ -63,7 +63,7 @@ class Run:
         units = [self._unit(request, loras) for request in requests]
         with torch.inference_mode():
             while any(unit.step < unit.steps for unit in units):
-                self.stepper.make_live(self.stepper.to_merge(units[0]), units)
+                self.stepper.make_live(self.stepper.sets_of(units[0])[0], units)
                 assert all(self.stepper.prepare(unit, until_s=1.0) for unit in units)
                 assert self.stepper.step(units, lambda unit: unit.step == 1)[0] is None or units[0].step == 2
                 while graphs.capture_waiting():

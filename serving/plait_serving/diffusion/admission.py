@@ -5,7 +5,6 @@ The ingress calls those that need no image before it decodes one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from plait_serving.diffusion.errors import NotFound, RequestError
-from plait_serving.diffusion.request_fields import request_fields
+from plait_serving.diffusion.request_fields import pixels_of, request_fields
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms, SamplerChoice
 from plait_serving.diffusion.sources.names import is_name
 from plait_serving.diffusion.values import (
@@ -29,8 +28,6 @@ from plait_serving.diffusion.values import (
     Sigmas,
 )
 from plait_serving.spelling import plain
-
-_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +92,8 @@ def _check_name(name: str, param: str, kind: str, known: Container[str], *, is_w
 
 def size_range(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the least and the most width and height of "512x768", or of "256x256-1024x1024". Raises ValueError."""
-    ends = [_SIZE.fullmatch(end) for end in text.split("-", 1)]
-    first, last = ends[0], ends[-1]
-    if first is None or last is None:
-        raise ValueError(f"{text!r} is no size")
-    return (int(first[1]), int(first[2])), (int(last[1]), int(last[2]))
+    ends = [pixels_of(end) for end in text.split("-", 1)]
+    return ends[0], ends[-1]
 
 
 def nearest_size(width: int, height: int, sizes: Sequence[str], multiple: int = 1) -> tuple[int, int]:

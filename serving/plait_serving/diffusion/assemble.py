@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -24,8 +24,7 @@ from plait_serving.diffusion.families.encoders import SharedEncoders
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.parse import parse
-from plait_serving.diffusion.lora.source import LoraSource
-from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
+from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes, memory_of, resolve_device
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model, image_limits
@@ -70,7 +69,43 @@ def build_engine_of(
     The settings differ in what is a model's own. `memory_bytes`: what those in memory may hold; None: a share of
     what is free. `folder`: more models with the settings of the first, which come and go with their folders.
     """
-    return run_on_own_thread(lambda: _build(models, memory_bytes, remote or {}, costs, folder))
+
+    def build() -> Engine:
+        first, may_hold, is_alone = next(iter(models.values())), memory_bytes, len(models) == 1 and folder is None
+        device = torch.device(resolve_device(first.device))
+        if not is_alone and may_hold is None:
+            may_hold = int(_SHARE_FOR_MODELS * max(0, available_bytes(device) - PROCESS_BYTES))
+        loras: WeakValueDictionary[Hashable, LoraCache] = WeakValueDictionary()
+        memory = memory_of(
+            device, excluded=lambda: sum(each.statistics().resident_bytes for each in list(loras.values()))
+        )
+        engine = Engine(knobs=first.knobs, clock=time.monotonic, memory_bytes=may_hold, memory=memory)
+        host = Host(
+            knobs=lambda: engine.knobs,
+            room_bytes=engine.pool.room_bytes,
+            is_idle=lambda: engine.is_idle,
+            between_steps=engine.between_steps,
+            encoders=engine.pool.encoders,
+        )
+        free_bytes = None if may_hold is None else available_bytes(device) - may_hold
+        maker = _Maker(
+            host=host, loras=loras, remote=remote or {}, costs=costs, is_alone=is_alone, free_bytes=free_bytes
+        )
+        for name, each in models.items():
+            try:
+                engine.pool.add(maker.make(name, each))
+            except ModelError as error:
+                if not engine.pool.models:
+                    raise
+                engine.pool.refuse(name, error.message)
+        engine.pool.load_first()
+        engine.start()
+        if folder is not None:
+            one = replace(first, revision=None, config=None)
+            engine.pool.watch(folder, lambda name, found: maker.make(name, replace(one, model=found)))
+        return engine
+
+    return run_on_own_thread(build)
 
 
 def warm_up(engine: Engine) -> float:
@@ -111,58 +146,23 @@ def check_model(settings: EngineSettings) -> None:
 
         conversion(path, settings.config)
         return
-    host = Host(
-        knobs=lambda: settings.knobs,
-        room_bytes=lambda: 0,
-        is_idle=lambda: False,
-        between_steps=lambda _: None,
-        encoders=SharedEncoders(),
-    )
-    open_family(path, settings, host)
+    open_family(path, settings, Host(knobs=lambda: settings.knobs, encoders=SharedEncoders()))
 
 
-class _LoraCaches:
-    """One cache of LoRA files for all models whose modules have equal names and shapes: what it parsed fits them
-    all."""
-
-    def __init__(self, host_bytes: int) -> None:
-        self._host_bytes = host_bytes
-        self._by_shapes: WeakValueDictionary[tuple[tuple[ModuleRef, tuple[int, ...]], ...], LoraCache]
-        self._by_shapes = WeakValueDictionary()
-
-    def of(self, targets: LoraTargets, source: LoraSource) -> LoraCache:
-        """Return the cache for models of such targets."""
-        key = tuple(targets.parameters.items())
-        found = self._by_shapes.get(key)
-        if found is None:
-            found = LoraCache(source, lambda name, path: parse(name, path, targets), host_bytes=self._host_bytes)
-            self._by_shapes[key] = found
-        return found
-
-    def held_bytes(self) -> int:
-        """Return what is in memory of all LoRAs."""
-        return sum(cache.statistics().resident_bytes for cache in list(self._by_shapes.values()))
-
-
+@dataclass(slots=True, kw_only=True)
 class _Maker:
     """Makes the models of one engine, and keeps what they share: LoRA files, and ControlNets that run in this process.
 
-    `is_alone`: it makes one only. `free_bytes`: what is left beside all that models may take; None: what can be
-    allocated."""
+    `loras`: a cache for all models whose modules have equal names and shapes: what it parsed fits them all. `is_alone`:
+    it makes one only. `free_bytes`: what is left beside all that models may take; None: what can be allocated."""
 
-    def __init__(
-        self,
-        host: Host,
-        *,
-        loras: _LoraCaches,
-        remote: Remote,
-        costs: StepCosts | None,
-        is_alone: bool,
-        free_bytes: int | None,
-    ) -> None:
-        self._host, self._loras, self._remote, self._costs = host, loras, remote, costs
-        self._is_alone, self._free_bytes = is_alone, free_bytes
-        self._local: WeakValueDictionary[Path, LocalControlNetClient] = WeakValueDictionary()
+    host: Host
+    loras: WeakValueDictionary[Hashable, LoraCache]
+    remote: Remote
+    costs: StepCosts | None
+    is_alone: bool
+    free_bytes: int | None
+    _local: WeakValueDictionary[Path, LocalControlNetClient] = field(default_factory=WeakValueDictionary)
 
     def make(self, name: str, settings: EngineSettings) -> Model:
         """Read a model's folder, its weights only if it is alone. Raises `ModelError`."""
@@ -174,9 +174,9 @@ class _Maker:
             raise ModelError(f"{folder}: its configuration is damaged: {error!r}") from error
 
     def _made(self, name: str, folder: Path, settings: EngineSettings) -> Model:
-        family = open_family(folder, settings, self._host)
+        family = open_family(folder, settings, self.host)
         unfit: dict[str, str] = {}
-        if self._is_alone:
+        if self.is_alone:
             family.read()  # what is left then is what images may take
         else:  # alone, it is an error that one is unfit, and said when it is first used
             found = {net: family.why_unfit(folder) for net, folder in settings.controlnets.items()}
@@ -185,20 +185,28 @@ class _Maker:
         return Model(
             name=name,
             family=family,
-            limits=image_limits(family, settings.limits, self._free_bytes),
-            loras=self._loras.of(family.lora_targets, settings.lora_source),
-            costs=StepCosts() if self._costs is None else self._costs,
+            limits=image_limits(family, settings.limits, self.free_bytes),
+            loras=self._loras_of(family.lora_targets, settings),
+            costs=StepCosts() if self.costs is None else self.costs,
             controlnets={net: self._controlnet(net, folder, family) for net, folder in fit.items()},
             unfit=unfit,
         )
 
+    def _loras_of(self, targets: LoraTargets, settings: EngineSettings) -> LoraCache:
+        key = tuple(targets.parameters.items())
+        found = self.loras.get(key)
+        if found is None:
+            found = self.loras[key] = LoraCache(
+                settings.lora_source, partial(parse, targets=targets), host_bytes=settings.knobs.host_lora_bytes
+            )
+        return found
+
     def _controlnet(self, name: str, folder: Path, family: Family) -> MovableControlNetClient:
-        host = self._host
         return MovableControlNetClient(
             name,
             local=partial(self._here, name, folder, family),
-            remote=self._remote.get(name),
-            wanted=lambda: host.knobs().controlnet_placement,
+            remote=self.remote.get(name),
+            wanted=lambda: self.host.knobs().controlnet_placement,
         )
 
     def _here(self, name: str, folder: Path, family: Family) -> ControlNetClient:
@@ -207,50 +215,3 @@ class _Maker:
         if client is None:
             client = self._local[folder] = LocalControlNetClient(name, family.controlnet(name, folder))
         return client
-
-
-def _build(
-    settings: Mapping[str, EngineSettings],
-    memory_bytes: int | None,
-    remote: Remote,
-    costs: StepCosts | None,
-    folder: FolderOfModels | None,
-) -> Engine:
-    first = next(iter(settings.values()))
-    loras, device = _LoraCaches(first.knobs.host_lora_bytes), torch.device(resolve_device(first.device))
-    is_alone = len(settings) == 1 and folder is None
-    if not is_alone and memory_bytes is None:
-        free = available_bytes(device) - PROCESS_BYTES
-        memory_bytes = int(_SHARE_FOR_MODELS * max(0, free))
-    memory = memory_of(device, excluded=loras.held_bytes)
-    engine = Engine(knobs=first.knobs, clock=time.monotonic, memory_bytes=memory_bytes, memory=memory)
-    host = Host(
-        knobs=lambda: engine.knobs,
-        room_bytes=engine.pool.room_bytes,
-        is_idle=lambda: engine.is_idle,
-        between_steps=engine.between_steps,
-        encoders=engine.pool.encoders,
-    )
-    maker = _Maker(
-        host,
-        loras=loras,
-        remote=remote,
-        costs=costs,
-        is_alone=is_alone,
-        free_bytes=None if memory_bytes is None else available_bytes(device) - memory_bytes,
-    )
-    for name, each in settings.items():
-        try:
-            model = maker.make(name, each)
-            engine.pool.check_no_twin(model)
-            engine.pool.add(model)
-        except ModelError as error:
-            if not engine.pool.models:
-                raise
-            engine.pool.refuse(name, error.message)
-    engine.pool.load_first()
-    engine.start()
-    if folder is not None:
-        one = replace(first, revision=None, config=None)
-        engine.pool.watch(folder, lambda name, found: maker.make(name, replace(one, model=found)))
-    return engine

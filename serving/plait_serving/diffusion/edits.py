@@ -26,15 +26,6 @@ _EDITED_FROM = 128
 """diffusers' mask processor: a mask's value v / 255 is rounded up from 0.5 on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EditStart:
-    """What a unit begins with. `blend`: what stays of the image; `extra`: the channels for an inpainting UNet."""
-
-    latents: torch.Tensor
-    blend: Blend | None = None
-    extra: torch.Tensor | None = None
-
-
 class EditSource:
     """What one request's VAE has to encode, and what became of it. Compute thread only; shared by the request's units.
 
@@ -48,13 +39,14 @@ class EditSource:
         self._mask = None if mask is None else _binary(mask)
         # Inpainting from pure noise differs from img2img, which even then adds the noise to the image.
         self._from_noise = mask is not None and edit.strength == 1.0
-        self._pixels: dict[str, torch.Tensor] = {}
+        self.to_encode: dict[str, torch.Tensor] = {}
+        """What the VAE has to encode, by what it is: `float32 (1, 3, H, W)` in [-1, 1]."""
+        self.encoded: dict[str, EncodedImage] = {}
         pixels = to_pixels(edit.image)
         if not (inpaints and self._from_noise):
-            self._pixels["image"] = pixels
+            self.to_encode["image"] = pixels
         if inpaints and self._mask is not None:
-            self._pixels["masked"] = pixels * (self._mask < 0.5)
-        self._found: dict[str, EncodedImage] = {}
+            self.to_encode["masked"] = pixels * (self._mask < 0.5)
 
     @classmethod
     def of(cls, request: ImageRequest, *, inpaints: bool) -> EditSource | None:
@@ -66,20 +58,10 @@ class EditSource:
         blank = np.full((request.height, request.width, 3), 128, np.uint8)
         return cls(Edit(image=blank), inpaints=True)
 
-    @property
-    def to_encode(self) -> torch.Tensor | None:
-        """The next image that the VAE has to encode, `float32 (1, 3, H, W)` in [-1, 1]; None once all are."""
-        return next(iter(self._pixels.values()), None)
-
-    def put(self, encoded: EncodedImage) -> None:
-        """Take what became of `to_encode`."""
-        name = next(iter(self._pixels))
-        del self._pixels[name]
-        self._found[name] = encoded
-
-    def start(self, sampler: RequestSampler) -> EditStart:
-        """Draw a unit's first latents. Everything is encoded."""
-        image = _sample(self._found.get("image"), sampler)
+    def start(self, sampler: RequestSampler) -> tuple[torch.Tensor, Blend | None, torch.Tensor | None]:
+        """Draw a unit's first latents; return them, what stays of the image, and the channels for an inpainting UNet.
+        Everything is encoded."""
+        image = _sample(self.encoded.get("image"), sampler)
         noise = sampler.draw()
         if self._from_noise:
             latents = sampler.init_latents(noise)
@@ -87,15 +69,14 @@ class EditSource:
             assert image is not None
             latents = sampler.add_noise(image, noise, 0)
         if self._mask is None:
-            return EditStart(latents=latents)
+            return latents, None, None
         mask = torch.nn.functional.interpolate(self._mask, size=noise.shape[-2:]).to(noise)
-        masked = _sample(self._found.get("masked"), sampler)
+        masked = _sample(self.encoded.get("masked"), sampler)
         if masked is not None:
-            extra = torch.cat([mask.expand(len(noise), -1, -1, -1), masked], dim=1)
-            return EditStart(latents=latents, extra=extra)
+            return latents, None, torch.cat([mask.expand(len(noise), -1, -1, -1), masked], dim=1)
         assert image is not None
-        sampler.draw(self._found["image"].mean.dtype)
-        return EditStart(latents=latents, blend=Blend(mask=mask, image=image, noise=noise))
+        sampler.draw(self.encoded["image"].mean.dtype)
+        return latents, Blend(mask=mask, image=image, noise=noise), None
 
 
 def to_pixels(image: RgbImage) -> torch.Tensor:

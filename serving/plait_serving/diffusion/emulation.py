@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
+import timeit
 
 import torch
 from torch import nn
@@ -36,9 +36,5 @@ def warn_of_emulation() -> None:
 def _convolution_ms(dtype: torch.dtype) -> float:
     convolution = nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, dtype=dtype)
     sample = torch.zeros(1, _CHANNELS, _EDGE, _EDGE, dtype=dtype)
-    taken_s = []
-    for _ in range(4):  # the first one chooses and compiles; of the others the best is the machine's own
-        began_s = time.perf_counter()
-        convolution(sample)
-        taken_s.append(time.perf_counter() - began_s)
-    return min(taken_s[1:]) * 1e3
+    _, *taken_s = timeit.repeat(lambda: convolution(sample), number=1, repeat=4)  # the first one chooses and compiles
+    return min(taken_s) * 1e3

@@ -1,8 +1,8 @@
 """The engine's API: submit, cancel, reconfigure, stop.
 
 One compute thread runs one step of one group at a time (`loop`), so a request joins, is cancelled, times out or
-gives a preview at any step boundary. It also turns latents into images where that pays, and leaves the rest to one
-decode thread (`decoding`); the LoRA provider loads on its own threads; the request registry is all they share. Events
+gives a preview at any step boundary. On a CPU it also turns latents into images, on a GPU one decode thread does
+(`decoding`); the LoRA provider loads on its own threads; the request registry is all they share. Events
 reach a request's sink from engine threads, in order.
 """
 
@@ -11,19 +11,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from plait_kernels.threads import set_threads
 from plait_serving.diffusion.admission import ImageLimits, check_prompts, check_request
-from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.errors import DeadlineMissed, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
 from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.models.pool import ModelPool
-from plait_serving.diffusion.queue.bounds import QueueBounds
-from plait_serving.diffusion.queue.usage import TenantUsage, UsageLedger
+from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry
 from plait_serving.diffusion.units import ImageJob, SpentSeconds
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult
@@ -37,17 +34,12 @@ _NEWEST_SHARE = 0.1
 """Of the newest request in the average by which others are sent to replicas."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
     """A caller's handle on an accepted request."""
 
-    def __init__(self, job: ImageJob, wake: Callable[[], None]) -> None:
-        self._job = job
-        self._wake = wake
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self._job.request.request_id
+    _job: ImageJob
+    _wake: Callable[[], None]
 
     def cancel(self) -> None:
         """Cancel the request at the next step boundary; its sink then gets `Failed(Cancelled)`. Idempotent."""
@@ -70,11 +62,10 @@ class Engine:
     ) -> None:
         """Take the models, or have them added to the `pool`; the first must be resident when the engine starts.
         `memory_bytes`: what those that are resident may take, by `memory`; None: no bound, and their weights."""
-        self._knobs = knobs
+        self.knobs = knobs
+        """The knobs in force, which `reconfigure` changes."""
         self._clock = clock
-        self._usage = UsageLedger()
-        self._request_s: dict[str, float] = {}
-        self._registry = RequestRegistry(clock, self._usage)
+        self._registry = RequestRegistry()
         self.pool = ModelPool(
             models,
             budget_bytes=_UNBOUNDED if memory_bytes is None else memory_bytes,
@@ -85,16 +76,7 @@ class Engine:
             memory=MemoryReader() if memory is None else memory,
         )
         """The models, and which of them are in memory."""
-        self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
-        self._loop = DenoiseLoop(
-            registry=self._registry,
-            pool=self.pool,
-            decodes=self._decodes,
-            usage=self._usage,
-            knobs=lambda: self._knobs,
-            set_threads=set_threads,
-            clock=clock,
-        )
+        self._loop = DenoiseLoop(registry=self._registry, pool=self.pool, knobs=lambda: self.knobs, clock=clock)
         self._compute = threading.Thread(target=self._loop.run, name="plait-compute", daemon=True)
 
     def start(self) -> None:
@@ -108,8 +90,7 @@ class Engine:
 
     def check_progress(self) -> None:
         """Raise `Stuck` if the compute or the decode thread hangs. Call every few seconds."""
-        self._loop.heartbeat.check()
-        self._decodes.heartbeat.check()
+        self._loop.check_progress()
 
     def rest(self, name: str, *, asleep: bool) -> None:
         """Let a model's weights leave memory once its requests have ended, until it is asked for or woken; or bring
@@ -117,13 +98,7 @@ class Engine:
         model = self._find(name)
         if not asleep:
             self.pool.check(model)
-        change = self.pool.sleep if asleep else self.pool.wake
-        self.between_steps(lambda: change(model.name))
-
-    @property
-    def knobs(self) -> EngineKnobs:
-        """The knobs in force."""
-        return self._knobs
+        self.between_steps(lambda: self.pool.rest(model, asleep=asleep))
 
     def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
         """Accept a request and start loading its LoRA set.
@@ -132,16 +107,10 @@ class Engine:
         `RequestError`, `NotFound`, `Overloaded`, `DeadlineMissed` or `EngineStopped`; then nothing was started.
         """
         now_s = self._clock()
-        model = self._model_of(request)
+        model = self._find(request.model) if request.model else self.pool.first
         request = model.family.terms.settled(request if request.model else replace(request, model=model.name))
         limits = model.limits if request.tenant.counts else _OF_WARM_UP
-        check_request(
-            request,
-            limits,
-            loras=model.loras,
-            controlnets=model.controlnets,
-            terms=model.family.terms,
-        )
+        check_request(request, limits, loras=model.loras, controlnets=model.controlnets, terms=model.family.terms)
         self.pool.check(model)
         size = model.family.measure(request)
         check_prompts(size, limits)
@@ -150,7 +119,7 @@ class Engine:
         deadline_at_s = None if request.deadline_s is None else arrived_s + request.deadline_s
         if deadline_at_s is not None and now_s + SURELY_LATE * alone_s > deadline_at_s:
             self._registry.count(rejected=1)
-            self._usage.add(request.tenant.name, rejected=1)
+            self._registry.usage.add(request.tenant.name, rejected=1)
             raise DeadlineMissed(f"{request.run_steps} steps take about {alone_s:.2f} s", param="deadline_ms")
         job = ImageJob(
             request=request,
@@ -162,15 +131,13 @@ class Engine:
             work_s=model.forecast.work_s(request, size),
             hints=_hints(model, request, model.forecast.guess_s(request, size)),
         )
-        bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
-        with self._registry.admitted(job, bounds, lambda: _served(model, model.name)):
+        with self._registry.admitted(job, self.knobs):
+            _served(model, model.name)  # again: from now on it stays until the job has ended
             if request.loras:  # not before: who is refused has read nothing, and taken nobody's room
                 job.loras = model.loras.acquire([lora.name for lora in request.loras], request.tenant)
                 job.loras.add_done_callback(lambda _: self._loaded(job))
-        usual_s = self._request_s.get(model.name, job.work_s)
-        usual_s += _NEWEST_SHARE * (job.work_s - usual_s)
-        # Without those of models that have left; never changed, because other threads read it.
-        self._request_s = {**self.request_s(), model.name: usual_s}
+        usual_s = job.work_s if model.usual_s is None else model.usual_s
+        model.usual_s = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
         return Ticket(job, self._registry.wake)
 
     def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:
@@ -197,14 +164,13 @@ class Engine:
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs at the next step boundary; running requests continue."""
         self.pool.reconfigure(knobs.host_lora_bytes)
-        self._knobs = knobs
+        self.knobs = knobs
         self._registry.wake()
 
     @property
     def is_idle(self) -> bool:
         """Whether it has no request."""
-        counts = self._registry.statistics()
-        return not counts.waiting and not counts.running
+        return not self._registry.open_models()
 
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of the counters."""
@@ -216,26 +182,18 @@ class Engine:
 
     def request_s(self) -> dict[str, float]:
         """Return the compute-seconds of a usual request of each model that was asked for."""
-        models = self.pool.models
-        return {name: seconds for name, seconds in self._request_s.items() if name in models}
+        return {name: it.usual_s for name, it in self.pool.models.items() if it.usual_s is not None}
 
     def usage(self) -> dict[str, TenantUsage]:
         """Return what each tenant used since the start."""
-        return self._usage.snapshot()
+        return self._registry.usage.snapshot()
 
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s` seconds, then fail the rest. Idempotent."""
-        self._registry.close_to_new()
-        if self._compute.is_alive():
-            self._registry.wait_until_empty(drain_s)
-        self._registry.shut_down()
+        self._registry.drain(drain_s if self._compute.is_alive() else 0.0)
         if self._compute.is_alive():
             self._compute.join()
-        self._decodes.close()
         self.pool.close()
-
-    def _model_of(self, request: ImageRequest) -> Model:
-        return self._find(request.model) if request.model else self.pool.first
 
     def _find(self, name: str) -> Model:
         return _served(self.pool.find(name), name)

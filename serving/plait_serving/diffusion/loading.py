@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -74,17 +73,13 @@ def _assigned(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Module | 
         return None
     module = on_meta(kind, files.folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    if wanted != {name: info.shape for name, (_, info) in files.tensors.items()} or any(_constants(module)):
+    if wanted != {name: info.shape for name, (_, info) in files.tensors.items()}:
         return None
+    if any(name not in wanted for name, _ in module.named_buffers()):
+        return None  # no file holds these: on the meta device they would be empty
     module.load_state_dict(read_tensors(files, dtype), assign=True)
     cast("Any", module).register_to_config(_name_or_path=str(files.folder))
     return module
-
-
-def _constants(module: nn.Module) -> Iterator[str]:
-    """Yield the names of buffers that no file holds: on the meta device they would be empty."""
-    stored = module.state_dict().keys()
-    return (name for name, _ in module.named_buffers() if name not in stored)
 
 
 def read_tensors(files: WeightFiles, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
@@ -131,23 +126,12 @@ def _from_library(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Modul
 
 def translate(path: Path, load: Callable[[Path], Any]) -> Any:
     """Run a library's loader quietly; anything it raises becomes a `ModelError` that names the path."""
+    transformers_logging.disable_progress_bar()
     try:
         # Tensors made in inference mode can be written in it only.
-        with _quiet(), torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False):
             return load(path)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{path}: {' '.join(str(error).split())[:400]}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable the progress bars of transformers within the context."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

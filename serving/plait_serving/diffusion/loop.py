@@ -15,23 +15,22 @@ import torch
 from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.executors.graphs import capture_waiting, give_up
 from plait_kernels.heartbeat import ThreadHeartbeat
+from plait_kernels.threads import set_threads
 from plait_serving.diffusion.decoding import DecodeQueue
-from plait_serving.diffusion.edits import overlaid
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped, OutOfMemory
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.models.pool import ModelPool
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.queue.shares import TenantShares, Turn
-from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
-from plait_serving.diffusion.stepper import Outcome, Stepper
+from plait_serving.diffusion.stepper import Outcome
 from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units, heads
-from plait_serving.diffusion.values import Failed, Finished, Preview, Progress, RgbImage
+from plait_serving.diffusion.values import Edit, Failed, Finished, Preview, Progress, RgbImage
 
 _log = logging.getLogger(__name__)
 
-Decode: TypeAlias = Callable[[torch.Tensor], tuple[tuple[RgbImage, ...], tuple[bool, ...]]]
+Decode: TypeAlias = Callable[[torch.Tensor, Edit | None], tuple[tuple[RgbImage, ...], tuple[bool, ...]]]
 """Latents to images with their safety flags."""
 
 # A job is given up before its deadline only if even this share of the expected time would be too late: the
@@ -56,25 +55,26 @@ class DenoiseLoop:
         *,
         registry: RequestRegistry,
         pool: ModelPool,
-        decodes: DecodeQueue,
-        usage: UsageLedger,
         knobs: Callable[[], EngineKnobs],
-        set_threads: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._pool = pool
-        self._decodes = decodes
-        self._usage = usage
+        self._decodes = DecodeQueue(clock)
         self._shares = TenantShares()
         self._knobs = knobs
-        self._set_threads = set_threads
         self._clock = clock
         self.heartbeat = ThreadHeartbeat(clock)
         self._between_steps: deque[Callable[[], None]] = deque()
         self._jobs: list[ImageJob] = []
         self._orders = {True: count(), False: count(1 << 40)}  # what is tried again came before what is not
         self._running: frozenset[int] = frozenset()
+        self._costs = Costs(step_s=self._step_s, switch_s=self._switch_s)
+
+    def check_progress(self) -> None:
+        """Raise `Stuck` if this or the decode thread hangs."""
+        self.heartbeat.check()
+        self._decodes.heartbeat.check()
 
     def between_steps(self, function: Callable[[], None]) -> None:
         """Call `function` on the compute thread between two steps. From any thread."""
@@ -90,7 +90,7 @@ class DenoiseLoop:
                     knobs = self._knobs()
                     if knobs.threads != threads:
                         threads = knobs.threads
-                        self._set_threads(threads)
+                        set_threads(threads)
                     self._iterate(knobs)
         except BaseException:
             # Nobody joins this thread for its result: the desk's shutting is how the others learn of it.
@@ -110,7 +110,7 @@ class DenoiseLoop:
         self._drop_lost()
         self._pool.share_loras(self._jobs)
         self._tend_models()
-        if self._decodes.run_next(stepping=bool(self._jobs)):
+        if self._decodes.run_next():
             return
         batch, key = self._choose(knobs)
         if key is not None:
@@ -134,9 +134,9 @@ class DenoiseLoop:
             insort(self._jobs, job, key=lambda job: job.units[0].order)
 
     def _tend_models(self) -> None:
-        failed = self._pool.tend(self._jobs)
-        for job in [job for job in self._jobs if job.request.model in failed] if failed else ():
-            self._fail(job, failed[job.request.model])
+        for name, error in self._pool.tend(self._jobs).items():
+            for job in [job for job in self._jobs if job.request.model == name]:
+                self._fail(job, error)
 
     def _drop_lost(self) -> None:
         """End the jobs that were cancelled, ran out of time, or whose LoRA set could not be loaded."""
@@ -160,14 +160,13 @@ class DenoiseLoop:
             return [], None
         units = {unit.order: unit for unit in ready}
         candidates = self._candidates(ready)
-        costs = Costs(step_s=self._step_s, switch_s=self._switch_s)
-        turn = self._turn(ready, candidates, costs)
+        turn = self._turn(ready, candidates)
         limits = BatchLimits(
             largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit, is_shared=self._shares.is_shared
         )
         batch = choose(
             candidates,
-            costs=costs,
+            costs=self._costs,
             limits=limits,
             now_s=self._clock(),
             running=self._running,
@@ -187,47 +186,38 @@ class DenoiseLoop:
     def _model(self, job: ImageJob) -> Model:
         return self._pool.of(job.request.model)
 
-    def _stepper(self, model: str) -> Stepper:
-        """Return what steps a model that is resident."""
-        stepper = self._pool.of(model).stepper
-        assert stepper is not None
-        return stepper
-
-    def _stepper_of(self, unit: Unit) -> Stepper:
-        return self._stepper(unit.job.request.model)
-
     def _step_s(self, key: GroupKey, rows: int) -> float:
         return self._pool.of(key.model).costs.step_s(key, rows)
 
     def _switch_s(self, key: GroupKey) -> float:
-        return self._stepper(key.model).switch_s(key.loras)
+        return self._pool.of(key.model).steps.denoiser.merger.switch_cost_s(key.loras)
 
     def _candidates(self, ready: list[Unit]) -> list[Candidate]:
         """Return the units as candidates, twice where they could share calls by taking their sets as inputs. While all
         have one set, nothing could be gained by that: their next steps are as fast as any."""
         found = [self._own_way(unit) for unit in ready]
         if len({(candidate.key.loras, candidate.key.shared) for candidate in found}) > 1:
-            found += [unit.candidate((), row_wise=True) for unit in ready if self._stepper_of(unit).is_row_wise(unit)]
+            units = [unit for unit in ready if self._model(unit.job).steps.is_row_wise(unit)]
+            found += [unit.candidate((), row_wise=True) for unit in units]
         return found
 
     def _own_way(self, unit: Unit) -> Candidate:
         """Return a unit as a candidate for calls whose rows all have its set."""
-        stepper = self._stepper_of(unit)
-        return unit.candidate(stepper.to_merge(unit), shared=stepper.shared(unit))
+        return unit.candidate(*self._model(unit.job).steps.sets_of(unit))
 
     def _key_of(self, batch: Sequence[Unit], key: GroupKey) -> GroupKey:
         """Return the group that a batch is, which has rows of one set although it could have others'."""
         own = {self._own_way(unit).key for unit in batch} if key.row_wise else {key}
         return own.pop() if len(own) == 1 and not next(iter(own)).loras else key
 
-    def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> Turn:
+    def _turn(self, ready: list[Unit], candidates: list[Candidate]) -> Turn:
         """Return whose turn it is. A tenant that runs goes on for so long that changing between the sets to merge takes
         a small share of the time; one that has come back has a request of its own, or a shorter one of others, ahead of
         them: of each the oldest, also one whose LoRA set waits, as a thousand steps do that made room for who came."""
         tenants = list(dict.fromkeys(unit.job.request.tenant for unit in ready))
         if len(tenants) == 1:
             return self._shares.turn(tenants)
-        switch_s = max(costs.switch_s(candidate.key) for candidate in candidates)
+        switch_s = max(self._switch_s(candidate.key) for candidate in candidates)
         oldest = {job.request.tenant.name: job for job in reversed(self._jobs)}
         firsts = [oldest[tenant.name] for tenant in tenants]
         credit_s = _CREDIT * min(self._model(job).forecast.longest_s(job.request, job.size) for job in firsts)
@@ -237,19 +227,20 @@ class DenoiseLoop:
         """Charge a request for compute. From any thread."""
         job.spent.charged_s += seconds
         self._shares.charge(job.request.tenant, seconds)
-        self._usage.add(job.request.tenant.name, compute_s=seconds)
+        self._registry.usage.add(job.request.tenant.name, compute_s=seconds)
 
     def _should_wait_for_mates(self, units: list[Unit], knobs: EngineKnobs) -> bool:
         """Return whether to wait for batch mates (the batch-wait knob): nothing runs yet, the batch is not full, and
         the oldest unit has not waited long enough."""
-        if not units or knobs.batch_wait_ms == 0 or any(unit.step for unit in units):
+        if knobs.batch_wait_ms == 0 or any(unit.step for unit in units):
             return False
         oldest_s = min(unit.job.spent.accepted_at_s for unit in units)
         full = sum(unit.rows for unit in units) >= knobs.largest_batch
         return not full and self._clock() - oldest_s < knobs.batch_wait_ms / 1000
 
     def _run_batch(self, batch: list[Unit], key: GroupKey) -> None:
-        model, stepper = self._pool.of(key.model), self._stepper(key.model)
+        model = self._pool.of(key.model)
+        stepper = model.steps
         try:
             started_s = self._clock()
             switched = stepper.make_live(key.loras, batch)
@@ -260,7 +251,10 @@ class DenoiseLoop:
             prepared = [unit for unit in batch if self._prepare(unit, until_s)]
             if not prepared:
                 return
-            self._begin_step(prepared, key)
+            rows = sum(unit.rows for unit in prepared)
+            request, expected_s = prepared[0].job.request, model.costs.measured_s(key, rows)
+            what = f"a step of {rows} rows at {request.width}x{request.height}"
+            self.heartbeat.begin(what, expected_s if stepper.denoiser.settled else None)
             started_s = self._clock()
             outcomes = stepper.step(prepared, _wants_preview)
             seconds = self._clock() - started_s
@@ -268,15 +262,14 @@ class DenoiseLoop:
             for job in {unit.job for unit in batch}:
                 self._fail(job, error)
             return
-        rows = sum(unit.rows for unit in prepared)
-        if stepper.settled:
+        if stepper.denoiser.settled:
             model.costs.record(key, rows, seconds)
         stepper.stepped(prepared, (key.row, rows), seconds)
         images = sum(unit.images for unit in prepared)
         self._registry.count(steps=1, rows=images, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
-            if stepper.settled and unit.job.request.tenant.counts:
+            if stepper.denoiser.settled and unit.job.request.tenant.counts:
                 model.forecast.charged_step(unit.job.size, seconds / rows)
         took_part = {unit.job for unit in prepared}
         for job in self._jobs:
@@ -285,32 +278,24 @@ class DenoiseLoop:
         self._pool.stepped(list(took_part), self._jobs, seconds)
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._take_outcome(unit, outcome)
-        self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
-
-    def _begin_step(self, batch: list[Unit], key: GroupKey) -> None:
-        rows = sum(unit.rows for unit in batch)
-        settled = self._stepper(key.model).settled
-        expected_s = self._pool.of(key.model).costs.measured_s(key, rows) if settled else None
-        request = batch[0].job.request
-        self.heartbeat.begin(f"a step of {rows} rows at {request.width}x{request.height}", expected_s)
 
     def _prepare(self, unit: Unit, until_s: float) -> bool:
         """Return whether the unit can take part now; if preparing fails, only its job fails."""
         job = unit.job
         if job.phase is not RequestPhase.ACTIVE:
             return False
-        spent_s, forecast = job.spent.encode_s, self._model(job).forecast
+        spent_s, model = job.spent.encode_s, self._model(job)
         try:
-            ready = self._stepper(job.request.model).prepare(unit, until_s=until_s)
+            ready = model.steps.prepare(unit, until_s=until_s)
         except Exception as error:
             self._fail(job, error)
             return False
         self._charge(job, job.spent.encode_s - spent_s)
         if ready and unit.step == 0 and job.request.tenant.counts:
             if not job.request.controlnets:
-                forecast.charged_encode(job.size.chunks, job.spent.encode_s - job.spent.source_s)
+                model.forecast.charged_encode(job.size.chunks, job.spent.encode_s - job.spent.source_s)
             if job.request.edit is not None and unit.first_image == 0:
-                forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
+                model.forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
         return ready
 
     def _take_outcome(self, unit: Unit, outcome: Outcome) -> None:
@@ -323,7 +308,7 @@ class DenoiseLoop:
         if job.request.steps_after(unit.step) > job.request.steps_after(unit.step - 1):
             self._registry.send(job, Progress(step=job.steps_done, steps=job.request.run_steps))
         if outcome is not None:
-            decode, step = self._stepper(job.request.model).decode, job.request.steps_after(unit.step)
+            decode, step = self._model(job).steps.decode, job.request.steps_after(unit.step)
             preview = partial(self._preview, job, decode, job.previews_sent, step)
             self._decodes.submit(job.request.tenant.name, outcome[:1].clone(), preview)
             job.previews_sent += 1
@@ -331,7 +316,7 @@ class DenoiseLoop:
             self._finish(job)
 
     def _finish(self, job: ImageJob) -> None:
-        decode = self._stepper(job.request.model).decode
+        decode = self._model(job).steps.decode
         self._let_go(job)
         job.phase = RequestPhase.DECODING
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
@@ -368,18 +353,17 @@ class DenoiseLoop:
             return 0.0
         return SURELY_LATE * ((unit.steps - unit.step) * step_s + model.forecast.decode_s(job.request))
 
-    # The two below may run on the decode thread; they return whether they decoded.
+    # The two below may run on the decode thread.
 
-    def _decode(self, job: ImageJob, decode: Decode, latents: torch.Tensor) -> bool:
+    def _decode(self, job: ImageJob, decode: Decode, latents: torch.Tensor) -> None:
         started_s = self._clock()
         try:
             if job.cancelled:
                 raise Cancelled("the request was cancelled")
-            images, flagged = decode(latents)
-            images = overlaid(images, flagged, job.request.edit)
+            images, flagged = decode(latents, job.request.edit)
         except Exception as error:
             self._end(job, error)
-            return False
+            return
         now_s = self._clock()
         decode_s, request = now_s - started_s, job.request
         self._charge(job, decode_s)
@@ -387,19 +371,16 @@ class DenoiseLoop:
             self._model(job).forecast.charged_decode(request.width * request.height, decode_s / request.n)
         result = result_of(job, images, flagged, decode_s=decode_s, now_s=now_s)
         self._registry.close(job, Finished(result=result))
-        return True
 
-    def _preview(self, job: ImageJob, decode: Decode, index: int, step: int, latents: torch.Tensor) -> bool:
+    def _preview(self, job: ImageJob, decode: Decode, index: int, step: int, latents: torch.Tensor) -> None:
         if job.phase is RequestPhase.FAILED or job.cancelled:
-            return False
+            return
         try:
-            images, flagged = decode(latents)
-            images = overlaid(images, flagged, job.request.edit)
+            (image,), _ = decode(latents, job.request.edit)
         except Exception:
             _log.exception("request %s: a preview failed", job.request.request_id)
-            return False
-        self._registry.send(job, Preview(index=index, step=step, image=images[0]))
-        return True
+            return
+        self._registry.send(job, Preview(index=index, step=step, image=image))
 
 
 def _wants_preview(unit: Unit) -> bool:

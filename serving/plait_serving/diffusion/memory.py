@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
@@ -51,9 +53,6 @@ class MemoryNeed:
         return cls(weights_bytes=weights, allowance_bytes=PROCESS_BYTES + activation_bytes)
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def resolve_device(device: str) -> str:
     """Return what "auto" means here: CUDA if available, otherwise the CPU."""
     return default_device() if device == "auto" else device
@@ -62,7 +61,7 @@ def resolve_device(device: str) -> str:
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
     """Return what "auto" means on a device: float16 on a GPU, otherwise float32."""
     if dtype != "auto":
-        return _DTYPES[dtype]
+        return cast("torch.dtype", getattr(torch, dtype))
     return torch.float16 if is_gpu(device) else torch.float32
 
 
@@ -97,7 +96,7 @@ def available_bytes(device: torch.device) -> int:
     share = _monitored_share()
     host = psutil.virtual_memory()
     left = max(0, int(host.available - (1 - share) * host.total))
-    return min(left, cgroup_bytes(CGROUPS, OWN_CGROUPS.read_text() if OWN_CGROUPS.is_file() else "", share=share))
+    return min(left, cgroup_bytes(CGROUPS, _text(OWN_CGROUPS), share=share))
 
 
 def _monitored_share() -> float:
@@ -140,11 +139,8 @@ def _give_back(device: torch.device) -> None:
 def _own_bytes() -> int:
     """Return the anonymous memory of this process, which is its proportional set size without files; 0 where the system
     does not say. `smaps_rollup` says the same, but walks all pages: some 10 ms for each GB."""
-    try:
-        _, resident, shared, *_ = _STATM.read_text().split()
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    _, resident, shared, *_ = map(int, (_text(_STATM) or "0 0 0").split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def cgroup_bytes(root: Path, own: str, *, share: float = 1.0) -> int:
@@ -180,15 +176,17 @@ def _left(folder: Path, share: float) -> int:
 
 
 def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # it may be "max"
 
 
 def _statistic(path: Path, name: str) -> int:
+    found = re.search(rf"^{name} (\d+)$", _text(path), re.MULTILINE)
+    return 0 if found is None else int(found[1])
+
+
+def _text(path: Path) -> str:
     try:
-        table = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
-        return int(table.get(name, 0))
-    except (OSError, ValueError):
-        return 0
+        return path.read_text()
+    except OSError:  # no such file
+        return ""

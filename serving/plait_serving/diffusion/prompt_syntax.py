@@ -80,55 +80,47 @@ def _weighed(prompt: str, param: str) -> list[tuple[str, float]]:
     """Return the text with its weights. A pair of square brackets around a colon or a bar, unless that is in round ones
     of its own, is editing or alternation: it is refused.
 
-    Brackets are numbered as they open. Round and square ones may cross; those of a kind nest, so each has one `outer`,
-    and a text needs to know the innermost of each kind only.
+    Brackets are numbered as they open, from 1. Round and square ones may cross; those of a kind nest, so each has one
+    `outer`, and a text needs to know the innermost of each kind only.
     """
     tokens = [*_MARK.split(prompt, _MAX_MARKS + 1), ""]
     if len(tokens) // 2 - 1 > _MAX_MARKS:
         raise RequestError(f"more than {_MAX_MARKS:,} brackets and backslashes", param=param)
     factors, outer, opened_at = [1.0], [0], [0]
-    in_round = in_square = depth = 0
-    texts: list[str] = []
-    around: list[tuple[int, int]] = []
+    rounds, squares = [0], [0]  # the open ones
+    pieces: list[tuple[str, int, int]] = []
     separators: list[int] = []  # of each colon or bar that no round brackets have hidden, the last bracket before it
     for at in range(0, len(tokens), 2):
         text, mark = tokens[at], tokens[at + 1]
-        if mark == ")" and in_round and ":" in text and (weight := _WEIGHT.search(text)):
-            factors[in_round] = _number(weight[1], param)
+        if mark == ")" and rounds[-1] and ":" in text and (weight := _WEIGHT.search(text)):
+            factors[rounds[-1]] = _number(weight[1], param)
             text = text[: weight.start()]
         if text:
-            texts.append(text)
-            around.append((in_round, in_square))
+            pieces.append((text, rounds[-1], squares[-1]))
             if ":" in text or "|" in text:
                 separators.append(len(factors) - 1)
         if mark in _FACTORS:
-            depth += 1
-            if depth > _MAX_OPEN:
-                raise RequestError(f"more than {_MAX_OPEN} brackets are open", param=param)
-            number = len(factors)
+            kind = rounds if mark == "(" else squares
+            outer.append(kind[-1])
+            kind.append(len(factors))
             factors.append(_FACTORS[mark])
             opened_at.append(at + 1)
-            if mark == "(":
-                outer.append(in_round)
-                in_round = number
-            else:
-                outer.append(in_square)
-                in_square = number
-        elif mark == ")" and in_round:
-            while separators and separators[-1] >= in_round:
+            if len(rounds) + len(squares) - 2 > _MAX_OPEN:
+                raise RequestError(f"more than {_MAX_OPEN} brackets are open", param=param)
+        elif mark == ")" and rounds[-1]:
+            number = rounds.pop()
+            while separators and separators[-1] >= number:
                 separators.pop()
-            in_round, depth = outer[in_round], depth - 1
-        elif mark == "]" and in_square:
-            if separators and separators[-1] >= in_square:
-                raise _unsupported("".join(tokens[opened_at[in_square] : at + 2]), param)
-            in_square, depth = outer[in_square], depth - 1
+        elif mark == "]" and squares[-1]:
+            number = squares.pop()
+            if separators and separators[-1] >= number:
+                raise _unsupported("".join(tokens[opened_at[number] : at + 2]), param)
         elif literal := mark.removeprefix("\\"):
-            texts.append(literal)
-            around.append((in_round, in_square))
+            pieces.append((literal, rounds[-1], squares[-1]))
     products = [1.0]
     for number in range(1, len(factors)):
         products.append(products[outer[number]] * factors[number])
-    return [(text, products[a] * products[b]) for text, (a, b) in zip(texts, around, strict=True)]
+    return [(text, products[inner] * products[across]) for text, inner, across in pieces]
 
 
 def _joined(pieces: Iterable[tuple[str, float]]) -> list[Span]:

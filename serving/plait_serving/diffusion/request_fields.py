@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -38,9 +38,10 @@ def _positive_zero(value: float) -> float:
     return value + 0.0  # -0.0 becomes 0.0, so that equal sets print and hash alike
 
 
-def _pixels(value: object) -> object:
+def pixels_of(value: object) -> tuple[int, int]:
+    """Return `(width, height)` of `"64x32"`, or of such a pair. Raises ValueError."""
     if isinstance(value, tuple):
-        return value
+        return cast("tuple[int, int]", value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise PydanticCustomError("size", 'a size is "WIDTHxHEIGHT" in pixels, for example "512x512"')
@@ -80,11 +81,11 @@ def choice(of: type[StrEnum]) -> Any:
 
 Text = text_of(MAX_PROMPT_CHARS)
 Fraction = between(0.0, 1.0)
-PixelSize = Annotated[tuple[int, int], PlainValidator(_pixels), WithJsonSchema({"type": "string", "maxLength": 16})]
+PixelSize = Annotated[tuple[int, int], PlainValidator(pixels_of), WithJsonSchema({"type": "string", "maxLength": 16})]
 """`(width, height)` from `"64x32"`."""
 OutputSize = Annotated[
     tuple[int, int] | None,
-    PlainValidator(lambda value: None if value == "auto" else _pixels(value)),
+    PlainValidator(lambda value: None if value == "auto" else pixels_of(value)),
     WithJsonSchema({"type": "string", "maxLength": 16, "description": '"WIDTHxHEIGHT" or "auto" (the model\'s own)'}),
 ]
 _Place = Annotated[int, Field(ge=0, le=99_999)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plait_kernels.device_errors import is_device_lost
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
-from plait_serving.diffusion.queue.bounds import QueueBounds, QueuedWork, wait_s
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.queue.bounds import wait_s
 from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.units import ImageJob, RequestPhase
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageResult, RgbImage, Timings
@@ -41,45 +42,35 @@ class RequestRegistry:
     """Thread-safe. A job enters with `admitted`, is handed to the compute thread by `take_in`, and leaves with
     `close`."""
 
-    def __init__(self, clock: Callable[[], float], usage: UsageLedger) -> None:
-        self._clock = clock
-        self._usage = usage
+    def __init__(self) -> None:
+        self.usage = UsageLedger()
         self._changed = threading.Condition()
         self._inbox: deque[ImageJob] = deque()
         self._open: list[ImageJob] = []
-        self._stepping = 0
         self._has_news = False
-        self._counts = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
+        self._counts: Counter[str] = Counter()
         self._closed_to_new = False
-        self._shut = False
-
-    @property
-    def shut(self) -> bool:
+        self.shut = False
         """Whether the compute thread must end (or has ended)."""
-        return self._shut
 
     @property
     def takes_requests(self) -> bool:
         """Whether `admitted` can succeed."""
-        return not self._closed_to_new and not self._shut
+        return not self._closed_to_new and not self.shut
 
     @contextmanager
-    def admitted(
-        self, job: ImageJob, bounds: QueueBounds, check: Callable[[], object] = lambda: None
-    ) -> Iterator[None]:
-        """Admit a job, and hand it to the compute thread after the block, in which it begins to take what it needs.
-        Raises `EngineStopped` or `Overloaded` before, or what `check` does; the job is not admitted, either, if the
-        block raises. What `check` allowed stays so until `open_models` has the job's. There is room for one that is
-        tried again: it was admitted before."""
+    def admitted(self, job: ImageJob, knobs: EngineKnobs) -> Iterator[None]:
+        """Admit a job, and hand it to the compute thread after the block, in which it begins to take what it needs and
+        `open_models` has its model. Raises `EngineStopped` or `Overloaded` before; the job is not admitted, either, if
+        the block raises. There is room for one that is tried again: it was admitted before."""
         tenant, is_again = job.request.tenant, job.request.tried_again_s is not None
         with self._changed:
-            check()
             if not self.takes_requests:
                 raise EngineStopped("the engine is shutting down")
-            retry_after_s = None if is_again else wait_s(tenant, self._queue(), bounds)
+            retry_after_s = None if is_again else wait_s(tenant, self._open, knobs)
             if retry_after_s is not None:
                 self._counts["rejected"] += 1
-                self._usage.add(tenant.name, rejected=1)
+                self.usage.add(tenant.name, rejected=1)
                 own = [other for other in self._open if other.request.tenant.name == tenant.name]
                 raise Overloaded(
                     f"{len(own)} requests with {sum(other.left_s for other in own):.0f} s of work are waiting or "
@@ -90,7 +81,7 @@ class RequestRegistry:
         try:
             yield
             with self._changed:
-                if self._shut:
+                if self.shut:
                     raise EngineStopped("the engine is shutting down")
                 self._counts["accepted"] += 1
                 self._inbox.append(job)
@@ -117,43 +108,36 @@ class RequestRegistry:
     def wait_for_news(self, timeout_s: float | None) -> None:
         """Sleep until something arrives or `wake` is called, at most `timeout_s`."""
         with self._changed:
-            if not self._inbox and not self._shut and not self._has_news:
+            if not self._inbox and not self.shut and not self._has_news:
                 self._changed.wait(timeout_s)
             self._has_news = False
 
-    def close_to_new(self) -> None:
-        """Make `admitted` raise from now on."""
+    def drain(self, timeout_s: float) -> None:
+        """Make `admitted` raise from now on, wait at most `timeout_s` until every job has left, and shut down."""
         with self._changed:
             self._closed_to_new = True
-
-    def wait_until_empty(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until every job has left; return whether that was reached."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open or self._shut, timeout=timeout_s)
+            self._changed.wait_for(lambda: not self._open or self.shut, timeout=timeout_s)
+            self.shut_down()
 
     def shut_down(self) -> None:
         """Make the compute thread end."""
         with self._changed:
-            self._shut = True
+            self.shut = True
             self._changed.notify_all()
 
     def count(self, **increments: int) -> None:
         """Add to the counters."""
         with self._changed:
-            for name, increment in increments.items():
-                self._counts[name] += increment
-
-    def set_stepping(self, jobs: int) -> None:
-        """Set the number of jobs that have begun to step and are not decoded yet."""
-        self._stepping = jobs
+            self._counts.update(increments)
 
     def statistics(self) -> EngineStatistics:
         """Return a snapshot."""
         with self._changed:
-            running = min(self._stepping, len(self._open))
-            queued_s = sum(one.left_s for one in self._queue())
-            waiting = len(self._open) - running
-            return replace(EngineStatistics(**self._counts), running=running, waiting=waiting, queued_s=queued_s)
+            running = sum(job.is_stepping for job in self._open)
+            queued_s = sum(job.left_s for job in self._open)
+            return EngineStatistics(
+                **self._counts, running=running, waiting=len(self._open) - running, queued_s=queued_s
+            )
 
     def open_models(self) -> frozenset[str]:
         """Return the models of all requests that have not ended."""
@@ -175,27 +159,21 @@ class RequestRegistry:
             _log.error("the device is lost, and the engine with it", exc_info=event.error)
             self.shut_down()
             event = Failed(error=EngineStopped("the device failed"))
-        job.phase = RequestPhase.DONE if isinstance(event, Finished) else RequestPhase.FAILED
-        cancelled = isinstance(event, Failed) and isinstance(event.error, Cancelled)
-        outcome = "finished" if isinstance(event, Finished) else "cancelled" if cancelled else "failed"
+        request, used = job.request, {}
+        if isinstance(event, Finished):
+            job.phase, outcome = RequestPhase.DONE, "finished"
+            pixels = request.n * request.width * request.height
+            used = {"images": request.n, "pixels": pixels, "steps": request.n * request.run_steps}
+        else:
+            job.phase = RequestPhase.FAILED
+            outcome = "cancelled" if isinstance(event.error, Cancelled) else "failed"
         with self._changed:
             self._open.remove(job)
             self._counts[outcome] += 1
             self._has_news = True
             self._changed.notify_all()
-        self._usage.add(job.request.tenant.name, **{outcome: 1}, **_delivered(job, event))
+        self.usage.add(request.tenant.name, **{outcome: 1}, **used)
         self.send(job, event)
-
-    def _queue(self) -> list[QueuedWork]:
-        return [QueuedWork(tenant=job.request.tenant, left_s=job.left_s, runs=job.runs) for job in self._open]
-
-
-def _delivered(job: ImageJob, event: Finished | Failed) -> dict[str, int]:
-    request = job.request
-    if isinstance(event, Failed):
-        return {}
-    pixels = request.n * request.width * request.height
-    return {"images": request.n, "pixels": pixels, "steps": request.n * request.run_steps}
 
 
 def result_of(

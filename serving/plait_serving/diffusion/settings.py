@@ -55,11 +55,11 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The engine, as its models see it. `room_bytes`: what models with requests may hold beyond what they do;
-    `encoders`: the text encoders of all."""
+    """The engine, as its models see it; by default one that loads nothing. `encoders`: the text encoders of all;
+    `room_bytes`: what models with requests may hold beyond what they do."""
 
     knobs: Callable[[], EngineKnobs]
-    room_bytes: Callable[[], int]
-    is_idle: Callable[[], bool]
-    between_steps: Callable[[Callable[[], None]], None]
     encoders: SharedEncoders
+    room_bytes: Callable[[], int] = lambda: 0
+    is_idle: Callable[[], bool] = lambda: False
+    between_steps: Callable[[Callable[[], None]], None] = lambda _: None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,8 +15,8 @@ from plait_disagg.request_log import on_behalf_of
 from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.executors.graphs import give_back
 from plait_kernels.lora_merge import is_finite
-from plait_serving.diffusion.decoding import decoded
-from plait_serving.diffusion.edits import Blend, EditSource
+from plait_serving.diffusion.decoding import to_rgb
+from plait_serving.diffusion.edits import EditSource, overlaid
 from plait_serving.diffusion.errors import EngineError, NumericalError, OutOfMemory
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.protocols import (
@@ -28,7 +28,7 @@ from plait_serving.diffusion.protocols import (
     StepCall,
 )
 from plait_serving.diffusion.units import Unit
-from plait_serving.diffusion.values import LoraSet, RgbImage
+from plait_serving.diffusion.values import Edit, LoraSet, RgbImage
 
 _log = logging.getLogger(__name__)
 
@@ -40,36 +40,20 @@ Outcome = EngineError | torch.Tensor | None
 """The outcome of one unit's step: its error, the x0 estimate if a preview was requested, or None."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stepper:
     """Runs steps on one denoiser. `controlnets` may gain and lose entries between steps."""
 
-    def __init__(
-        self,
-        *,
-        denoiser: Denoiser,
-        controlnets: Mapping[str, ControlNetClient],
-        clock: Callable[[], float],
-    ) -> None:
-        self.denoiser = denoiser
-        self._controlnets = controlnets
-        self._clock = clock
+    denoiser: Denoiser
+    controlnets: Mapping[str, ControlNetClient]
+    clock: Callable[[], float]
 
-    @property
-    def settled(self) -> bool:
-        """Whether the last step tells how long such steps take."""
-        return self.denoiser.settled
-
-    def to_merge(self, unit: Unit) -> LoraSet:
-        """Return the set, with its files, that must be merged for a unit's next step: none if the denoiser takes its
-        set as inputs."""
+    def sets_of(self, unit: Unit) -> tuple[LoraSet, LoraSet]:
+        """Return the set, with its files, that must be merged for a unit's next step, and the one that the denoiser
+        takes as an input of it: one of the two is empty."""
         weights = _weights_of(unit)
-        if not unit.loras or self.denoiser.takes(list(weights.values())):
-            return ()
-        return _with_files(unit.loras, weights)
-
-    def shared(self, unit: Unit) -> LoraSet:
-        """Return the set, with its files, that the denoiser takes as an input of a unit's next step."""
-        return () if self.to_merge(unit) else _with_files(unit.loras, _weights_of(unit))
+        loras = _with_files(unit.loras, weights)
+        return ((), loras) if not loras or self.denoiser.takes(list(weights.values())) else (loras, ())
 
     def is_row_wise(self, unit: Unit) -> bool:
         """Return whether a unit's set can be an input of its next step beside others."""
@@ -81,10 +65,10 @@ class Stepper:
         old weights stay."""
         if target == self.denoiser.merger.current:
             return False
-        started_s = self._clock()
+        started_s = self.clock()
         self.denoiser.merger.switch(target, _weights_of(units[0]) if target else {})
         for unit in units:
-            unit.job.spent.merge_s += self._clock() - started_s
+            unit.job.spent.merge_s += self.clock() - started_s
         return True
 
     def prepare(self, unit: Unit, *, until_s: float) -> bool:
@@ -96,14 +80,15 @@ class Stepper:
         encoder gives the prompt a second encoding at step k: which text a step sees depends on k alone, never on when
         the file arrived.
         """
-        started_s, merged_s, ready = self._clock(), 0.0, True
+        started_s, merged_s, ready = self.clock(), 0.0, True
         request = unit.job.request
         if unit.sampler is None:
             seeds = request.seeds[unit.first_image : unit.first_image + unit.images]
             unit.sampler = self.denoiser.sampler(request, seeds)
         if unit.latents is None:
             ready = self._start(unit, unit.sampler, until_s)
-        if ready and unit.encoding is None and (unit.conditioning is None or self._text_changed(unit)):
+        text_changed = unit.encoded_with != unit.loras and _touches_text(_weights_of(unit))
+        if ready and unit.encoding is None and (unit.conditioning is None or text_changed):
             unit.close_controls()
             unit.encoding = self.denoiser.begin(request)
             unit.encoded_with = unit.loras
@@ -111,7 +96,7 @@ class Stepper:
             merged_s = self._merge_text(unit)
             ready = self._encode(unit, unit.encoding, until_s)
         unit.job.spent.merge_s += merged_s
-        unit.job.spent.encode_s += self._clock() - started_s - merged_s
+        unit.job.spent.encode_s += self.clock() - started_s - merged_s
         return ready
 
     def step(self, units: Sequence[Unit], wants_preview: Callable[[Unit], bool]) -> list[Outcome]:
@@ -127,15 +112,17 @@ class Stepper:
         """Tell the ControlNets what a step of these units took."""
         asked = {control.client.name: control.client for unit in units for control in unit.controls}
         for client in asked.values():
-            client.stepped((kind, tuple(asked)), seconds if self.settled else None)
+            client.stepped((kind, tuple(asked)), seconds if self.denoiser.settled else None)
 
-    def switch_s(self, target: LoraSet) -> float:
-        """Return the seconds that making `target` live is expected to take."""
-        return self.denoiser.merger.switch_cost_s(target)
-
-    def decode(self, latents: torch.Tensor) -> tuple[tuple[RgbImage, ...], tuple[bool, ...]]:
-        """Decode `(n, c, h, w)` to n images and their safety flags. From any thread."""
-        return decoded(self.denoiser, latents)
+    def decode(self, latents: torch.Tensor, edit: Edit | None = None) -> tuple[tuple[RgbImage, ...], tuple[bool, ...]]:
+        """Decode `(n, c, h, w)` to n images, with the edit's own pixels where it keeps them, and their safety flags.
+        From any thread."""
+        with torch.inference_mode():
+            images = self.denoiser.finish(latents)
+            flagged = (False,) * len(images)
+            if self.denoiser.safety is not None:
+                images, flagged = self.denoiser.safety.check(images)
+            return overlaid(to_rgb(images), flagged, edit), flagged
 
     def _start(self, unit: Unit, sampler: RequestSampler, until_s: float) -> bool:
         """Make the unit's first latents; return False if there was no time to encode what they are made from."""
@@ -145,14 +132,14 @@ class Stepper:
         if job.source is None:
             unit.latents = sampler.init_latents()
             return True
-        while (pixels := job.source.to_encode) is not None:
-            started_s = self._clock()
+        while job.source.to_encode:
+            started_s = self.clock()
             if started_s >= until_s:
                 return False
-            job.source.put(self.denoiser.encode(pixels))
-            job.spent.source_s += self._clock() - started_s
-        start = job.source.start(sampler)
-        unit.latents, unit.blend, unit.extra = start.latents, start.blend, start.extra
+            name, pixels = job.source.to_encode.popitem()
+            job.source.encoded[name] = self.denoiser.encode(pixels)
+            job.spent.source_s += self.clock() - started_s
+        unit.latents, unit.blend, unit.extra = job.source.start(sampler)
         return True
 
     def _encode(self, unit: Unit, encoding: Encoding, until_s: float) -> bool:
@@ -162,15 +149,12 @@ class Stepper:
             conditioning = encoding.advance()
             if conditioning is not None:
                 break
-            if not at_once and self._clock() >= until_s:
+            if not at_once and self.clock() >= until_s:
                 return False
         unit.encoding = None
         unit.conditioning = replace(conditioning, n=unit.images)
         self._open_controls(unit)
         return True
-
-    def _text_changed(self, unit: Unit) -> bool:
-        return unit.encoded_with != unit.loras and _touches_text(_weights_of(unit))
 
     def _merge_text(self, unit: Unit) -> float:
         """Put the unit's set into the text encoders, if it changes them; return the seconds it took."""
@@ -178,9 +162,9 @@ class Stepper:
         target = _with_files(unit.loras, weights) if _touches_text(weights) else ()
         if target == self.denoiser.text_merger.current:
             return 0.0
-        started_s = self._clock()
+        started_s = self.clock()
         self.denoiser.text_merger.switch(target, weights)
-        return self._clock() - started_s
+        return self.clock() - started_s
 
     def _open_controls(self, unit: Unit) -> None:
         request = unit.job.request
@@ -188,7 +172,7 @@ class Stepper:
         opened: list[ActiveControl] = []
         try:
             for control in request.controlnets:
-                client = self._controlnets[control.name]
+                client = self.controlnets[control.name]
                 with on_behalf_of(lambda: (request.request_id,)):
                     session = client.open(
                         image=control.image, conditioning=unit.conditioning, width=request.width, height=request.height
@@ -249,31 +233,18 @@ def _touches_text(weights: Mapping[str, LoadedLora]) -> bool:
 
 
 def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], bool]) -> Outcome:
-    assert unit.sampler is not None
-    assert unit.latents is not None
-    preview = unit.sampler.predicted_original(output, unit.step, unit.latents) if wants_preview(unit) else None
+    sampler, latents, request = unit.sampler, unit.latents, unit.job.request
+    assert sampler is not None
+    assert latents is not None
+    preview = sampler.predicted_original(output, unit.step, latents) if wants_preview(unit) else None
     if preview is not None and unit.blend is not None:
         preview = unit.blend.estimate(preview)
-    latents = advance(unit.sampler, output, unit.step, unit.latents, unit.blend)
-    if latents is None:
-        return NumericalError(
-            f"the image turned NaN or infinite at step {_step_of(unit)} of {unit.job.request.run_steps}"
-        )
+    latents = sampler.step(output, unit.step, latents)
+    if unit.blend is not None:
+        latents = unit.blend.after(latents, unit.step, sampler)
+    if not is_finite(latents):
+        step = request.steps_after(unit.step) + 1
+        return NumericalError(f"the image turned NaN or infinite at step {step} of {request.run_steps}")
     unit.latents = latents
     unit.step += 1
     return preview
-
-
-def _step_of(unit: Unit) -> int:
-    """Return which of the request's steps is being taken, from 1."""
-    return unit.step // unit.job.request.scheduler.calls_per_step + 1
-
-
-def advance(
-    sampler: RequestSampler, output: torch.Tensor, step: int, latents: torch.Tensor, blend: Blend | None = None
-) -> torch.Tensor | None:
-    """Return the latents after a step, or None if they hold NaN or infinity."""
-    updated = sampler.step(output, step, latents)
-    if blend is not None:
-        updated = blend.after(updated, step, sampler)
-    return updated if is_finite(updated) else None

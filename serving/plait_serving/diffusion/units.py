@@ -78,6 +78,11 @@ class ImageJob:
         return any(unit.sampler is not None for unit in self.units)
 
     @property
+    def is_stepping(self) -> bool:
+        """Whether it has begun to step, and has not ended."""
+        return self.phase is RequestPhase.ACTIVE and any(unit.step for unit in self.units)
+
+    @property
     def is_on_trial(self) -> bool:
         """Whether a process may have died of it, and it has not survived a step since."""
         return self.request.tried_again_s is not None and not self.request.steps_after(self.units[0].step)
@@ -92,8 +97,6 @@ class ImageJob:
         """Why the LoRA set will never arrive; None if there is none, or it may still arrive, or it is loaded."""
         if self.loras is None or not self.loras.done():
             return None
-        if self.loras.cancelled():
-            return EngineStopped("loading the LoRA set was cancelled")
         error = self.loras.exception()
         return error if error is None or isinstance(error, Exception) else EngineStopped(repr(error))
 
@@ -170,9 +173,9 @@ class Unit:
             self.conditioning = None
         self.close_controls()
 
-    def candidate(self, merged: LoraSet, *, row_wise: bool = False, shared: LoraSet = ()) -> Candidate:
+    def candidate(self, merged: LoraSet, shared: LoraSet = (), *, row_wise: bool = False) -> Candidate:
         """Return this unit as a candidate for the policy; `merged` is the set that its next step needs in the
-        weights, `row_wise` whether its set is an input beside others, `shared` its set if it needs no merge alone."""
+        weights, `shared` its set if it needs no merge alone, `row_wise` whether it is an input beside others."""
         request, size = self.job.request, self.job.size
         key = GroupKey(size.shape, size.row, merged, row_wise, shared, request.model)
         return Candidate(

@@ -181,7 +181,7 @@ class HostedImages:
 
     def _catalog(self) -> Catalog:
         pool, images = self._engine.pool, self._images
-        pool.look(wait=False)
+        pool.look(always=False)
         models = pool.models
         families = self._families
         return Catalog(

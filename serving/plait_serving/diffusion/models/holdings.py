@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.models.model import Model
@@ -15,12 +15,12 @@ class Holdings:
     """What resident models really hold: a small model's programs are many times its file.
 
     Only the whole process can be measured. What it holds beyond all weights is shared out evenly; the sum is right.
-    `here`: the resident models. Their weights count also where they are a file's.
+    Weights count also where they are a file's.
     """
 
-    def __init__(self, memory: MemoryReader, *, budget_bytes: int) -> None:
-        """Take how memory is read, and what the process may hold."""
-        self._memory = memory
+    def __init__(self, memory: MemoryReader, *, budget_bytes: int, here: Callable[[], Sequence[Model]]) -> None:
+        """Take how memory is read, what the process may hold, and what returns the resident models."""
+        self._memory, self._here = memory, here
         self._given_bytes = budget_bytes
         self.begin()
 
@@ -40,14 +40,18 @@ class Holdings:
         self._memory.give_back()
         self.look()
 
-    def all_bytes(self, here: Sequence[Model]) -> int:
-        """Return what all hold together."""
-        return max(self._held_bytes, sum(model.nbytes for model in here))
+    @property
+    def all_bytes(self) -> int:
+        """What all hold together."""
+        return max(self._held_bytes, sum(model.nbytes for model in self._here()))
 
-    def beyond_bytes(self, here: Sequence[Model]) -> int:
-        """Return what each holds beyond its weights; another one is expected to do so, too."""
-        return (self.all_bytes(here) - sum(model.nbytes for model in here)) // max(1, len(here))
+    @property
+    def beyond_bytes(self) -> int:
+        """What each holds beyond its weights; another one is expected to do so, too."""
+        here = self._here()
+        return max(0, self._held_bytes - sum(model.nbytes for model in here)) // max(1, len(here))
 
-    def budget_bytes(self, here: Sequence[Model]) -> int:
-        """Return what all may hold together now: less than they were given where the host is short of memory."""
-        return max(0, min(self._budget_bytes, self.all_bytes(here) + self._left_bytes - _KEPT_FREE_BYTES))
+    @property
+    def budget_bytes(self) -> int:
+        """What all may hold together now: less than they were given where the host is short of memory."""
+        return max(0, min(self._budget_bytes, self.all_bytes + self._left_bytes - _KEPT_FREE_BYTES))

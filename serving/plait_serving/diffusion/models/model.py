@@ -34,7 +34,7 @@ class Model:
 
     By the pool's clock: `used_s`, when it was last used; `woken_s`, when it was told to come without a request;
     `overtaken_s`: the seconds that requests computed which arrived after those that wait for it. `loaded_in_s`: what it
-    was last loaded in.
+    was last loaded in. `usual_s`: the compute-seconds of a usual request.
     """
 
     name: str
@@ -54,9 +54,16 @@ class Model:
     woken_s: float | None = None
     overtaken_s: float = 0.0
     loaded_in_s: float | None = None
+    usual_s: float | None = None
 
     def __post_init__(self) -> None:
         self.forecast = WorkForecast(self.costs)
+
+    @property
+    def steps(self) -> Stepper:
+        """What steps it, while it is resident."""
+        assert self.stepper is not None
+        return self.stepper
 
     @property
     def nbytes(self) -> int:

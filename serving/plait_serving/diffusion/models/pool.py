@@ -72,15 +72,15 @@ class ModelPool:
         self._models = {model.name: model for model in models}
         self._folder: FolderOfModels | None = None
         self._make: Callable[[str, Path], Model] | None = None
-        self._stamps: dict[str, str] = {}
         self._left_out: dict[str, str] = {}
-        self._refused: Mapping[str, tuple[str, str]] = {}  # the stamp and the reason
+        self._seen: Mapping[str, tuple[str, str | None]] = {}
+        """The stamps of what is in the folder of models, and why it is not served."""
         self._looked = (0, -math.inf)
         self._looking = threading.Lock()
         self._host_lora_bytes = host_lora_bytes
         self._changing = threading.Lock()
         self._budget_bytes = budget_bytes
-        self._holdings = Holdings(memory, budget_bytes=budget_bytes)
+        self._holdings = Holdings(memory, budget_bytes=budget_bytes, here=lambda: self._here)
         self._measured_s = -math.inf
         self._clock = clock
         self._wake = wake
@@ -100,9 +100,9 @@ class ModelPool:
     @property
     def refused(self) -> Mapping[str, str]:
         """Why models are not served, by name; `another NAME` is not, though one of that name is."""
-        models, found = self.models, self._refused
-        in_folder = {(f"another {name}" if name in models else name): reason for name, (_, reason) in found.items()}
-        return {**self._left_out, **in_folder}
+        models = self.models
+        in_folder = {name: why for name, (_, why) in self._seen.items() if why is not None}
+        return {**self._left_out, **{f"another {it}" if it in models else it: why for it, why in in_folder.items()}}
 
     @property
     def prepared(self) -> frozenset[str]:
@@ -139,7 +139,11 @@ class ModelPool:
         return old.is_retired and is_gone
 
     def add(self, model: Model) -> None:
-        """Serve one more model; nothing is loaded yet."""
+        """Serve one more model; nothing is loaded yet. Raises `ModelError` if its folder has another name already."""
+        folder = model.family.folder
+        for name, other in self.models.items():
+            if other.family.folder.exists() and other.family.folder.samefile(folder):
+                raise ModelError(f"{folder} is {name}'s folder; another name for it belongs into images.aliases")
         with self._changing:
             old = self._models.get(model.name)
             self._models = {**self._models, model.name: model}  # others read the old one meanwhile
@@ -182,32 +186,27 @@ class ModelPool:
         self._make, self._folder = make, folder
         self.look()
 
-    def look(self, *, wait: bool = True) -> None:
-        """Take in what came into the folder, and give up what left it. `wait` False: unless nothing was moved since
+    def look(self, *, always: bool = True) -> None:
+        """Take in what came into the folder, and give up what left it. `always` False: unless nothing was moved since
         somebody did; files that change in their place are then seen within `_PERIOD_S`."""
         folder = self._folder
         if folder is None:
             return
-        moved = folder.changed_ns() != self._looked[0]
-        if not self._looking.acquire(blocking=wait or moved):
-            return
-        try:
+        with self._looking:
             now, looked = (folder.changed_ns(), time.monotonic()), self._looked
-            if not wait and now[0] == looked[0] and now[1] < looked[1] + _PERIOD_S:
+            if not always and now[0] == looked[0] and now[1] < looked[1] + _PERIOD_S:
                 return
             found = folder.list()
             stamps = {name: each.stamp for name, each in found.items()}
-            for name in [name for name, stamp in self._stamps.items() if stamps.get(name) != stamp]:
-                _log.info("%s has left the folder of models, or was replaced: what it has accepted is finished", name)
-                del self._stamps[name]
-                self.retire(name)
-            self._refused = {name: why for name, why in self._refused.items() if name in found}
-            for name, each in found.items():
-                if name not in self._stamps and self._refused.get(name, ("",))[0] != each.stamp:
-                    self._take_from_folder(name, each)
-            self._looked = now  # last: until then nobody may take the list of before for what there is
-        finally:
-            self._looking.release()
+            gone = [name for name, (stamp, _) in self._seen.items() if stamps.get(name) != stamp]
+            for name in gone:
+                if self._seen[name][1] is None:
+                    _log.info("%s has left the folder of models, or was replaced: what it accepted is finished", name)
+                    self.retire(name)
+            self._seen = {name: seen for name, seen in self._seen.items() if name not in gone}
+            for name in [name for name in found if name not in self._seen]:
+                self._take_from_folder(name, found[name])
+            self._looked = now
 
     def _take_from_folder(self, name: str, found: FoundModel) -> None:
         assert self._make is not None
@@ -216,23 +215,13 @@ class ModelPool:
                 raise ModelError(f"{found.folder}: the configuration has another model of that name")
             if not self.may_add(name):
                 return  # requests of the one that it replaces are in work: at the next look
-            model = self._make(name, found.folder)
-            self.check_no_twin(model)
+            self.add(self._make(name, found.folder))
         except ModelError as error:
-            self._refused = {**self._refused, name: (found.stamp, error.message)}
+            self._seen = {**self._seen, name: (found.stamp, error.message)}
             _log.error("%s is not served: %s", name, error.message)
             return
-        self.add(model)
-        self._refused = {other: why for other, why in self._refused.items() if other != name}
-        self._stamps[name] = found.stamp
+        self._seen = {**self._seen, name: (found.stamp, None)}
         _log.info("%s is served from now on: %s", name, found.folder)
-
-    def check_no_twin(self, model: Model) -> None:
-        """Raise `ModelError` if a model's folder has another name already."""
-        folder = model.family.folder
-        for name, other in self.models.items():
-            if other.family.folder.exists() and other.family.folder.samefile(folder):
-                raise ModelError(f"{folder} is {name}'s folder; another name for it belongs into images.aliases")
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -249,17 +238,11 @@ class ModelPool:
                 f"{gigabytes(self._budget_bytes)} (images.memory_bytes)"
             )
 
-    def sleep(self, name: str) -> None:
-        """Let a model's weights leave once no request for it is open; the next one brings them back."""
-        model = self._models[name]
-        model.goes_to_sleep, model.woken_s = True, None
-
-    def wake(self, name: str) -> None:
-        """Bring a model's weights into memory as if a request for it had arrived."""
-        model = self._models[name]
-        model.goes_to_sleep = False
-        if model.stepper is None:
-            model.woken_s = self._clock()
+    def rest(self, model: Model, *, asleep: bool) -> None:
+        """Let a model's weights leave once no request for it is open, until the next one; or bring them into memory as
+        if one had arrived."""
+        model.goes_to_sleep = asleep
+        model.woken_s = None if asleep or model.stepper is not None else self._clock()
 
     def may_run(self, job: ImageJob) -> bool:
         """Return whether the next step could be one of this job."""
@@ -296,23 +279,20 @@ class ModelPool:
         failed = self._take_in()
         self._drop_unwanted()
         self._look(jobs)
-        if len(self._models) == 1 and not self._needs_first(jobs):
+        if len(self._models) == 1 and (self.first.stepper is not None or not (jobs or self._woken)):
             return failed
         if self._switch is None:
-            self._switch = self._next_switch([job for job in jobs if job.request.model not in failed])
-            if self._switch is not None:
-                self._begin(self._switch)
+            self._begin([job for job in jobs if job.request.model not in failed])
         if self._switch is not None and not self._is_loading and self._have_left(jobs, self._switch):
             self._load(self._switch)
         return failed
 
     def statistics(self) -> ResidencyStatistics:
         """Return a snapshot."""
-        here = self._here
         return ResidencyStatistics(
-            resident=tuple(model.name for model in here),
-            nbytes=self._holdings.all_bytes(here),
-            budget_bytes=self._holdings.budget_bytes(here),
+            resident=tuple(model.name for model in self._here),
+            nbytes=self._holdings.all_bytes,
+            budget_bytes=self._holdings.budget_bytes,
             loads=self._loads,
             load_s={name: it.loaded_in_s for name, it in self._models.items() if it.loaded_in_s is not None},
         )
@@ -324,9 +304,9 @@ class ModelPool:
 
     def room_bytes(self) -> int:
         """Return what more models with requests may hold: what is free, and what those without hold."""
-        here, open_models = self._here, self._open_models()
-        in_use = [model.nbytes for model in here if model.name in open_models]
-        return self._holdings.budget_bytes(here) - sum(in_use) - len(in_use) * self._holdings.beyond_bytes(here)
+        open_models, beyond_bytes = self._open_models(), self._holdings.beyond_bytes
+        in_use = [model.nbytes + beyond_bytes for model in self._here if model.name in open_models]
+        return self._holdings.budget_bytes - sum(in_use)
 
     def load_first(self) -> None:
         """Load the first model, before the compute thread starts. Raises `ModelError`."""
@@ -369,8 +349,7 @@ class ModelPool:
     @property
     def _encoders_are_surplus(self) -> bool:
         """Whether they are part of too much."""
-        here = self._here
-        return self._encoders_are_here and self._holdings.all_bytes(here) > self._holdings.budget_bytes(here)
+        return self._encoders_are_here and self._holdings.all_bytes > self._holdings.budget_bytes
 
     def _encoders_leave(self) -> None:
         self.encoders.leave()
@@ -381,9 +360,6 @@ class ModelPool:
         demands, budget_bytes = self._demands(jobs)
         in_use = {*self._open_models(), *self._woken}
         return surplus(demands, in_use=in_use, budget_bytes=budget_bytes, now_s=self._clock())
-
-    def _needs_first(self, jobs: Sequence[ImageJob]) -> bool:
-        return self.first.stepper is None and bool(jobs or self._woken)
 
     def _take_in(self) -> dict[str, EngineError]:
         failed: dict[str, EngineError] = {}
@@ -423,24 +399,29 @@ class ModelPool:
             self._models = {other: each for other, each in self._models.items() if each is not model}
         model.close()
 
-    def _next_switch(self, jobs: Sequence[ImageJob]) -> Switch | None:
+    def _begin(self, jobs: Sequence[ImageJob]) -> None:
+        """Begin the switch that is due, if any: text encoders leave where fewer models then have to."""
         if not self._woken and all(self._models[job.request.model].stepper is not None for job in jobs):
-            return None
+            return
         found, without = (
             next_switch(demands, budget_bytes=budget_bytes, now_s=self._clock())
             for demands, budget_bytes in (self._demands(jobs), self._demands(jobs, left=True))
         )
         if without is not None and (found is None or len(without.leave) < len(found.leave)):
             self._encoders_leave()
-            return without
-        return found
+            found = without
+        if found is not None:
+            for name in found.leave:
+                self._models[name].leaves = True
+            self._gives_way_s = self._clock() + _DRAIN_SHARE * self._models[found.load].load_s
+        self._switch = found
 
     def _demands(self, jobs: Sequence[ImageJob], *, left: bool = False) -> tuple[list[ModelDemand], int]:
         """Return what is asked of each model, and the budget. No absent one is expected to hold more than that: with
         none beside it each is tried. `left`: as if text encoders had left that can; those of residents come back for a
         text one at a time, so there must be room for the largest, also when all really have."""
         oldest, now_s, here = _oldest(jobs), self._clock(), self._here
-        beyond_bytes, budget_bytes = self._holdings.beyond_bytes(here), self._holdings.budget_bytes(here)
+        beyond_bytes, budget_bytes = self._holdings.beyond_bytes, self._holdings.budget_bytes
         sizes = {name: model.nbytes + beyond_bytes for name, model in self._models.items()}
         if left or not self._encoders_are_here:
             room_bytes = max((model.family.visiting_bytes for model in here), default=0)
@@ -450,11 +431,10 @@ class ModelPool:
                 sizes[name] = model.least_nbytes + more_bytes + beyond_bytes
         short: set[str] = set()
         for job in jobs:
-            name = job.request.model
-            model = self._models[name]
+            model = self._models[job.request.model]
             need_s = job.left_s + (model.load_s if model.stepper is None else 0.0)
             if job.deadline_at_s is not None and job.deadline_at_s - now_s < 2 * need_s:
-                short.add(name)
+                short.add(model.name)
         demands = [
             ModelDemand(
                 name=name,
@@ -469,11 +449,6 @@ class ModelPool:
             for name, model in self._models.items()
         ]
         return demands, budget_bytes
-
-    def _begin(self, switch: Switch) -> None:
-        for name in switch.leave:
-            self._models[name].leaves = True
-        self._gives_way_s = self._clock() + _DRAIN_SHARE * self._models[switch.load].load_s
 
     def _have_left(self, jobs: Sequence[ImageJob], switch: Switch) -> bool:
         """Let go of the models that leave; those whose requests in work end soon go on until then. Return whether all

@@ -87,7 +87,7 @@ _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_lin
 _ABSENT = [None, None]
 _SD_INDEX = {"requires_safety_checker": False, "safety_checker": _ABSENT, "feature_extractor": _ABSENT}
 _END, _EXCLAMATION = "<|endoftext|>", "!"
-_TRANSFORMER = "transformer"
+_TRANSFORMER, _FLOW = "transformer", "FlowMatchEulerDiscreteScheduler"
 
 # ---- UNets and ControlNets ------------------------------------------------------------------------------------------
 
@@ -119,6 +119,10 @@ def _unet(config: Mapping[str, Any]) -> ModelPart:
 def _controlnet(config: Mapping[str, Any]) -> Architecture:
     part = ModelPart(folder="", library="diffusers", class_name="ControlNetModel", config=config)
     return Architecture(parts=(part,))
+
+
+def _scheduler(class_name: str, **config: Any) -> SchedulerPart:
+    return SchedulerPart(class_name=class_name, config=config)
 
 
 # ---- VAEs and text encoders -----------------------------------------------------------------------------------------
@@ -172,10 +176,7 @@ _CLIP_G = _text_encoder(1280, 32, 20, "gelu", projection=1280, second=True)
 _SD15 = Architecture(
     pipeline="StableDiffusionPipeline",
     parts=(_CLIP_L, _unet({"sample_size": 64, **_SD15_BODY}), _vae(512, 0.18215)),
-    scheduler=SchedulerPart(
-        class_name="PNDMScheduler",
-        config={**_BETAS, "skip_prk_steps": True, "set_alpha_to_one": False, "clip_sample": False},
-    ),
+    scheduler=_scheduler("PNDMScheduler", **_BETAS, skip_prk_steps=True, set_alpha_to_one=False, clip_sample=False),
     pad_tokens={"tokenizer": _END},
     index=_SD_INDEX,
 )
@@ -187,33 +188,21 @@ _SD21 = Architecture(
         _unet({"sample_size": 96, **_SD21_BODY}),
         _vae(768, 0.18215),
     ),
-    scheduler=SchedulerPart(
-        class_name="DDIMScheduler",
-        config={**_BETAS, "clip_sample": False, "set_alpha_to_one": False, "prediction_type": "v_prediction"},
+    scheduler=_scheduler(
+        "DDIMScheduler", **_BETAS, clip_sample=False, set_alpha_to_one=False, prediction_type="v_prediction"
     ),
     pad_tokens={"tokenizer": _EXCLAMATION},
     index=_SD_INDEX,
 )
 _SDXL = Architecture(
     pipeline="StableDiffusionXLPipeline",
-    parts=(
-        _CLIP_L,
-        _CLIP_G,
-        _unet({"sample_size": 128, **_SDXL_BODY, **_SDXL_UP}),
-        _vae(1024, 0.13025),
-    ),
-    scheduler=SchedulerPart(
-        class_name="EulerDiscreteScheduler", config={**_BETAS, "timestep_spacing": "leading", "clip_sample": False}
-    ),
+    parts=(_CLIP_L, _CLIP_G, _unet({"sample_size": 128, **_SDXL_BODY, **_SDXL_UP}), _vae(1024, 0.13025)),
+    scheduler=_scheduler("EulerDiscreteScheduler", **_BETAS, timestep_spacing="leading", clip_sample=False),
     pad_tokens={"tokenizer": _END, "tokenizer_2": _EXCLAMATION},
     index={"force_zeros_for_empty_prompt": True, "feature_extractor": _ABSENT, "image_encoder": _ABSENT},
 )
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
-
-
-def _flow_scheduler(**config: Any) -> SchedulerPart:
-    return SchedulerPart(class_name="FlowMatchEulerDiscreteScheduler", config=config)
 
 
 def _flow_vae(scaling_factor: float, shift_factor: float) -> ModelPart:
@@ -240,7 +229,7 @@ def _sd35(depth: int, *, positions: int, dual: int) -> Architecture:
             ModelPart(folder=_TRANSFORMER, library="diffusers", class_name="SD3Transformer2DModel", config=config),
             _flow_vae(1.5305, 0.0609),
         ),
-        scheduler=_flow_scheduler(shift=3.0),
+        scheduler=_scheduler(_FLOW, shift=3.0),
         pad_tokens={"tokenizer": _END, "tokenizer_2": _EXCLAMATION},
         index={"image_encoder": _ABSENT, "feature_extractor": _ABSENT},
     )
@@ -257,7 +246,7 @@ def _flux(*, guidance: bool) -> Architecture:
             ModelPart(folder=_TRANSFORMER, library="diffusers", class_name="FluxTransformer2DModel", config=config),
             _flow_vae(0.3611, 0.1159),
         ),
-        scheduler=_flow_scheduler(shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance),
+        scheduler=_scheduler(_FLOW, shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance),
         pad_tokens={"tokenizer": _END},
         index={"image_encoder": _ABSENT, "feature_extractor": _ABSENT},
     )

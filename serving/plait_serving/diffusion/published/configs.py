@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers
 import torch
@@ -24,16 +24,13 @@ from plait_serving.diffusion.published.architectures import (
 
 def build_on_meta(part: ModelPart) -> nn.Module:
     """Return the module without memory for its weights."""
-    import diffusers
     import transformers
 
     with torch.device("meta"):
         if part.library == "diffusers":
-            module: nn.Module = getattr(diffusers, part.class_name)(**part.config)
-        else:
-            kind = getattr(transformers, part.class_name)
-            module = kind(kind.config_class(**part.config))
-    return module
+            return cast("nn.Module", getattr(diffusers, part.class_name)(**part.config))
+        kind = getattr(transformers, part.class_name)
+        return cast("nn.Module", kind(kind.config_class(**part.config)))
 
 
 def published_name(name: str) -> str:
@@ -62,10 +59,11 @@ def write_configs(architecture: Architecture, folder: Path, modules: Mapping[str
             write_t5_tokenizer(folder / tokenizer_of(part))
     for name, pad_token in architecture.pad_tokens.items():
         write_tokenizer(folder / name, pad_token=pad_token)
-    if architecture.scheduler is not None:
-        _write_scheduler(folder / "scheduler", architecture.scheduler)
-    if architecture.pipeline is not None:
-        _write_json(folder / "model_index.json", _index(architecture))
+    if (scheduler := architecture.scheduler) is not None:
+        kind = getattr(diffusers, scheduler.class_name)
+        kind.from_config(dict(scheduler.config)).save_pretrained(folder / "scheduler")
+        index = json.dumps(_index(architecture, scheduler), indent=2)
+        (folder / "model_index.json").write_text(index + "\n", encoding="utf-8")
 
 
 def _write_config(place: Path, part: ModelPart, module: nn.Module) -> None:
@@ -79,13 +77,7 @@ def _write_config(place: Path, part: ModelPart, module: nn.Module) -> None:
     config.save_pretrained(place)
 
 
-def _write_scheduler(place: Path, part: SchedulerPart) -> None:
-    scheduler = getattr(diffusers, part.class_name).from_config(dict(part.config))
-    scheduler.save_pretrained(place)
-
-
-def _index(architecture: Architecture) -> dict[str, Any]:
-    assert architecture.scheduler is not None
+def _index(architecture: Architecture, scheduler: SchedulerPart) -> dict[str, Any]:
     parts = {part.folder: [part.library, part.class_name] for part in architecture.parts}
     tokenizers = {name: ["transformers", "CLIPTokenizer"] for name in architecture.pad_tokens}
     tokenizers |= {
@@ -97,24 +89,14 @@ def _index(architecture: Architecture) -> dict[str, Any]:
         **architecture.index,
         **parts,
         **tokenizers,
-        "scheduler": ["diffusers", architecture.scheduler.class_name],
+        "scheduler": ["diffusers", scheduler.class_name],
     }
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 LENGTH = 77
 START, END = "<|startoftext|>", "<|endoftext|>"
 _WORD_END = "</w>"
 _MERGES = Path(__file__).with_name("clip_merges.txt.gz")
-
-
-def byte_symbols() -> list[str]:
-    """Return the 256 printable stand-ins of byte-level BPE (GPT-2's table), in the order of CLIP's ids."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    return [chr(code) for code in plain] + [chr(256 + i) for i in range(256 - len(plain))]
 
 
 @cache
@@ -125,8 +107,10 @@ def merges() -> tuple[tuple[str, str], ...]:
 
 
 def vocabulary() -> dict[str, int]:
-    """Return every token with its id."""
-    symbols = byte_symbols()
+    """Return every token with its id: first the 256 printable stand-ins of byte-level BPE, GPT-2's table."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    symbols = list(bytes_to_unicode().values())
     tokens = [*symbols, *(symbol + _WORD_END for symbol in symbols), *(a + b for a, b in merges()), START, END]
     return {token: i for i, token in enumerate(tokens)}
 

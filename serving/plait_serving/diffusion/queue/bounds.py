@@ -9,51 +9,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.units import ImageJob
 from plait_serving.diffusion.values import Tenant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueBounds:
-    """At most so many requests, and so many predicted compute-seconds, over all tenants."""
-
-    requests: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedWork:
-    """An accepted request that has not ended: the compute-seconds that it still needs, and whether it took part in the
-    latest step."""
-
-    tenant: Tenant
-    left_s: float
-    runs: bool = False
-
-
-def wait_s(tenant: Tenant, queue: Sequence[QueuedWork], bounds: QueueBounds) -> float | None:
-    """Return the seconds until the queue, oldest first, has room for one more request of a tenant; None: it has room
-    now.
+def wait_s(tenant: Tenant, queue: Sequence[ImageJob], knobs: EngineKnobs) -> float | None:
+    """Return the seconds until the queue, all requests that have not ended, oldest first, has room for one more of a
+    tenant; None: it has room now.
 
     The compute thread works off a compute-second in a second, and a tenant's own at the rate of its share.
     """
-    weights = {one.tenant.name: one.tenant.weight for one in queue} | {tenant.name: tenant.weight}
+    weights = {one.request.tenant.name: one.request.tenant.weight for one in queue} | {tenant.name: tenant.weight}
     share = tenant.weight / sum(weights.values())
-    own = [one for one in queue if one.tenant.name == tenant.name]
-    seconds = bounds.seconds * share
+    own = [one for one in queue if one.request.tenant.name == tenant.name]
+    seconds = knobs.queue_seconds * share
     if tenant.queued_s is not None:
         seconds = min(seconds, tenant.queued_s)
     excess_s = sum(one.left_s for one in own) - seconds
-    surplus = len(own) - int(max(1.0, bounds.requests * share)) + 1
+    surplus = len(own) - int(max(1.0, knobs.queue_limit * share)) + 1
     waits = [excess_s] if own and excess_s >= 0.0 else []
     if surplus > 0:
         waits.append(_until_ended_s(own, surplus))
     return max(waits) / share if waits else None
 
 
-def _until_ended_s(queue: Sequence[QueuedWork], count: int) -> float:
+def _until_ended_s(queue: Sequence[ImageJob], count: int) -> float:
     """Return the seconds until so many have ended: those that run share the steps, and as one of them ends the next one
     joins. What began together ends together, long after the mean."""
     waiting = deque(one.left_s for one in queue if not one.runs)

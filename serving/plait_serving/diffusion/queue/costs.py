@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from plait_serving.diffusion.queue.policy import JOIN_SHARE, GroupKey
 from plait_serving.diffusion.request_terms import RowKind
@@ -36,25 +35,16 @@ _KEPT_CALLS = 31
 _CALLS_TO_KNOW = 3
 # Trying a forgotten count takes three calls: with the four doublings up to 16 rows about one call in a hundred.
 _FORGET_AFTER_CALLS = 1000
-# Three calls in a row that are all so many times faster than known are no noise. Slower ones say nothing: images are
-# decoded beside steps.
+# Three calls in a row that are all so many times faster than known are no noise. Slower ones say nothing: a GPU decodes
+# images beside steps.
 _FASTER_AT_ONCE = 1.2
 # Between a launch-bound GPU (0) and a compute-bound CPU (1).
 _HOPED_SHARE_OF_ANOTHER_ROW = 0.5
 # Low enough that another way is tried, high enough that it is not when it would have to be much faster to pay.
 _HOPED_SHARE_OF_ANOTHER_WAY = 0.8
 MAX_KINDS = 1024
-"""The kinds whose seconds are kept, those that were measured last: four times as many as requests may wait by default,
-so that those of what waits are there. They take a few MB."""
-
-
-class _Way(Enum):
-    """How LoRA sets act in a call: not at all; merged; one for all rows, as an executor takes it; rows of several."""
-
-    PLAIN = auto()
-    MERGED = auto()
-    SHARED = auto()
-    ROW_WISE = auto()
+"""The kinds of rows whose seconds are kept, those that were measured last: four times as many as requests may wait by
+default, so that those of what waits are there. They take a few MB."""
 
 
 class StepCosts:
@@ -62,45 +52,41 @@ class StepCosts:
 
     def __init__(self, first_guess_s: float = 0.05) -> None:
         self._first_guess_s = first_guess_s
-        self._kinds: OrderedDict[tuple[RowKind, _Way], _Kind] = OrderedDict()
+        self._ways: OrderedDict[RowKind, dict[str, _Kind]] = OrderedDict()
         self._lock = threading.Lock()
 
     def record(self, key: GroupKey, rows: int, seconds: float) -> None:
         """Record that a call of `rows` rows of a group took `seconds`."""
         with self._lock:
-            kind = self._kinds.setdefault(_kind(key), _Kind())
-            kind.record(rows, seconds)
-            self._kinds.move_to_end(_kind(key))
-            if len(self._kinds) > MAX_KINDS:
-                self._kinds.popitem(last=False)
+            self._ways.setdefault(key.row, {}).setdefault(_way(key), _Kind()).record(rows, seconds)
+            self._ways.move_to_end(key.row)
+            if len(self._ways) > MAX_KINDS:
+                self._ways.popitem(last=False)
 
     def shortest_s(self, key: GroupKey, rows: int) -> float:
         """Return the seconds that one call takes at least, however LoRA sets act; 0 before any such call was measured
         often enough to refuse a request by it."""
         with self._lock:
-            return min((kind.step_s(rows) for kind in self._ways(key) if kind.known), default=0.0)
+            return min((kind.step_s(rows) for kind in self._ways.get(key.row, {}).values() if kind.known), default=0.0)
 
     def measured_s(self, key: GroupKey, rows: int) -> float | None:
         """Return the expected seconds of one call if calls of as many rows were measured often enough, else None."""
         with self._lock:
-            kind = self._kinds.get(_kind(key))
+            kind = self._ways.get(key.row, {}).get(_way(key))
             return None if kind is None else kind.known.get(rows)
 
     def step_s(self, key: GroupKey, rows: int) -> float:
         """Return the expected seconds of one call."""
         with self._lock:
-            kind = self._kinds.get(_kind(key))
+            ways = self._ways.get(key.row, {})
+            kind = ways.get(_way(key))
             if kind is not None and kind.known:
                 return kind.step_s(rows)
-            hoped = [_HOPED_SHARE_OF_ANOTHER_WAY * other.step_s(rows) for other in self._ways(key) if other is not kind]
+            hoped = [_HOPED_SHARE_OF_ANOTHER_WAY * other.step_s(rows) for other in ways.values() if other is not kind]
             own = [] if kind is None else [kind.step_s(rows)]
             guess_s = self._first_guess_s * rows
             # Merging begins: what it takes says whether two sets as inputs could be worth a try.
             return min(own + hoped, default=guess_s / _HOPED_SHARE_OF_ANOTHER_WAY if key.row_wise else guess_s)
-
-    def _ways(self, key: GroupKey) -> list[_Kind]:
-        kinds = [self._kinds.get((key.row, way)) for way in _Way]
-        return [kind for kind in kinds if kind is not None]
 
 
 @dataclass(slots=True)
@@ -149,14 +135,12 @@ class _Kind:
         One that looked better needs no second chance: it is used, and so measured, as soon as there are as many rows.
         """
         row_s = self.known[rows] / rows
-        for other in [other for other, calls in self.by_rows.items() if self._is_stale(calls)]:
+        last_call = self.calls - _FORGET_AFTER_CALLS
+        for other in [other for other, calls in self.by_rows.items() if calls.last_call <= last_call]:
             other_s = self.known.get(other)
             if other_s is None or (1.0 + JOIN_SHARE) * other_s / other > row_s:
                 del self.by_rows[other]
                 self.known.pop(other, None)
-
-    def _is_stale(self, calls: _Calls) -> bool:
-        return self.calls - calls.last_call >= _FORGET_AFTER_CALLS
 
 
 def _estimate_s(known: dict[int, float], rows: int) -> float:
@@ -179,13 +163,7 @@ def _estimate_s(known: dict[int, float], rows: int) -> float:
     return known[b] + another_row_s * (rows - b)
 
 
-def _kind(key: GroupKey) -> tuple[RowKind, _Way]:
-    """Return what calls of equal costs share: the kind of their rows, and how LoRA sets act. What has to be merged runs
-    on torch."""
-    if key.loras:
-        way = _Way.MERGED
-    elif key.row_wise:
-        way = _Way.ROW_WISE
-    else:
-        way = _Way.SHARED if key.shared else _Way.PLAIN
-    return key.row, way
+def _way(key: GroupKey) -> str:
+    """Return how LoRA sets act in a call: merged, which runs on torch; rows of several; one for all rows, as an
+    executor takes it; not at all."""
+    return "merged" if key.loras else "row-wise" if key.row_wise else "shared" if key.shared else "plain"

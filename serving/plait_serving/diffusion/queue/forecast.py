@@ -60,41 +60,34 @@ class WorkForecast:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._lock = threading.Lock()
         self._steps: _Charges[StepKind] = _Charges(lambda kind: kind.work)
         self._decodes, self._encodes, self._sources = (_Charges[int](float) for _ in range(3))
 
     def charged_step(self, size: RequestSize, row_s: float) -> None:
         """Record that a step charged `row_s` seconds for each row of such a request."""
-        with self._lock:
-            self._steps.add(StepKind.of(size), row_s)
+        self._steps.add(StepKind.of(size), row_s)
 
     def charged_encode(self, chunks: int, seconds: float) -> None:
         """Record that prompts of `chunks` chunks were encoded in `seconds`."""
-        with self._lock:
-            self._encodes.add(1, seconds / chunks)
+        self._encodes.add(1, seconds / chunks)
 
     def charged_source(self, pixels: int, seconds: float) -> None:
         """Record that the image that an edit of so many pixels starts from was encoded in `seconds`."""
-        with self._lock:
-            self._sources.add(pixels, seconds)
+        self._sources.add(pixels, seconds)
 
     def charged_decode(self, pixels: int, image_s: float) -> None:
         """Record that an image of so many pixels was decoded in `image_s`."""
-        with self._lock:
-            self._decodes.add(pixels, image_s)
+        self._decodes.add(pixels, image_s)
 
     def work_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the compute-seconds that a request will be charged."""
-        with self._lock:
-            row_s = self._steps.expected(StepKind.of(size))
+        row_s = self._steps.expected(StepKind.of(size))
         return request.calls * request.n * size.rows * row_s + self._ends_s(request, size)
 
     def guess_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return about how many compute-seconds a request takes, whatever the size of those that were measured."""
-        with self._lock:
-            row_s = self._steps.expected(StepKind.of(size), is_guess=True)
-            image_s = self._decodes.expected(request.width * request.height, is_guess=True)
+        row_s = self._steps.expected(StepKind.of(size), is_guess=True)
+        image_s = self._decodes.expected(request.width * request.height, is_guess=True)
         return request.n * (request.calls * size.rows * row_s + image_s)
 
     def alone_s(self, request: ImageRequest, size: RequestSize) -> float:
@@ -108,49 +101,47 @@ class WorkForecast:
 
     def decode_s(self, request: ImageRequest) -> float:
         """Return the seconds that decoding its images takes."""
-        pixels = request.width * request.height
-        with self._lock:
-            return request.n * self._decodes.expected(pixels)
+        return request.n * self._decodes.expected(request.width * request.height)
 
     def _ends_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the seconds before the first step and after the last."""
-        pixels = request.width * request.height
-        with self._lock:
-            encode_s = size.chunks * self._encodes.expected(1)
-            if request.edit is not None:
-                encode_s += self._sources.expected(pixels)
-        return encode_s + self.decode_s(request)
+        source_s = 0.0 if request.edit is None else self._sources.expected(request.width * request.height)
+        return size.chunks * self._encodes.expected(1) + source_s + self.decode_s(request)
 
 
 class _Charges(Generic[K]):
-    """The newest seconds of the kinds that were charged last, in the order of their work, so that few are looked at."""
+    """The newest seconds of the kinds that were charged last, in the order of their work, so that few are looked at.
+    Thread-safe."""
 
     def __init__(self, work: Callable[[K], float]) -> None:
         self._work = work
+        self._lock = threading.Lock()
         self._kinds: OrderedDict[K, deque[float]] = OrderedDict()
         self._by_work: list[K] = []
 
     def add(self, kind: K, seconds: float) -> None:
-        if kind not in self._kinds:
-            insort(self._by_work, kind, key=self._work)
-        self._kinds.setdefault(kind, deque(maxlen=_KEPT)).append(seconds)
-        self._kinds.move_to_end(kind)
-        if len(self._kinds) > MAX_KINDS:
-            gone, _ = self._kinds.popitem(last=False)
-            first = bisect_left(self._by_work, self._work(gone), key=self._work)
-            del self._by_work[self._by_work.index(gone, first)]
+        with self._lock:
+            if kind not in self._kinds:
+                insort(self._by_work, kind, key=self._work)
+            self._kinds.setdefault(kind, deque(maxlen=_KEPT)).append(seconds)
+            self._kinds.move_to_end(kind)
+            if len(self._kinds) > MAX_KINDS:
+                gone, _ = self._kinds.popitem(last=False)
+                first = bisect_left(self._by_work, self._work(gone), key=self._work)
+                del self._by_work[self._by_work.index(gone, first)]
 
     def expected(self, kind: K, *, is_guess: bool = False) -> float:
         """Return the seconds of `kind`; if it is unknown, those of the nearest known kind by work, scaled; 0 if there
         is none."""
-        known = self._kinds.get(kind)
-        if known is not None:
-            return median(known)
-        work = self._work(kind)
-        after = bisect_left(self._by_work, work, key=self._work)
-        scales = {seen: work / self._work(seen) for seen in self._by_work[max(0, after - 1) : after + 1]}
-        if not scales:
-            return 0.0
-        nearest = min(scales, key=lambda seen: abs(math.log(scales[seen])))
-        scale = scales[nearest]
-        return median(self._kinds[nearest]) * (scale if is_guess else min(scale, math.sqrt(scale)))
+        with self._lock:
+            known = self._kinds.get(kind)
+            if known is not None:
+                return median(known)
+            work = self._work(kind)
+            after = bisect_left(self._by_work, work, key=self._work)
+            scales = {seen: work / self._work(seen) for seen in self._by_work[max(0, after - 1) : after + 1]}
+            if not scales:
+                return 0.0
+            nearest = min(scales, key=lambda seen: abs(math.log(scales[seen])))
+            scale = scales[nearest]
+            return median(self._kinds[nearest]) * (scale if is_guess else min(scale, math.sqrt(scale)))

@@ -30,9 +30,10 @@ merge takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 
 from plait_serving.diffusion.request_terms import RowKind
 from plait_serving.diffusion.values import LoraSet
@@ -124,51 +125,16 @@ def choose(
     """
     if not candidates:
         return ()
+    choice = _Choice(costs=costs, limits=limits, now_s=now_s, running=running)
     hosts = [unit for unit in candidates if turn is None or unit.tenant == turn]
-    batch = _choose_of_one_tenant(hosts, costs, limits, now_s, running)
+    batch = choice.of_one_tenant(hosts)
     if len(hosts) == len(candidates):
         return batch
     alone_s = costs.step_s(batch[0].key, _rows(batch))
     tenants = len({unit.tenant for unit in candidates})
     longest_s = (1.0 + GUEST_SHARE if credit_s >= alone_s else tenants) * alone_s
-    longest_s = min(longest_s, _longest_call_s(batch[0], costs, limits))
-    guests = sorted(
-        (unit for unit in candidates if unit.tenant != turn), key=lambda unit: (unit.order not in running, unit.order)
-    )
-    return _with_guests(batch, guests, costs, limits, longest_s)
-
-
-def _choose_of_one_tenant(
-    candidates: Sequence[Candidate], costs: Costs, limits: BatchLimits, now_s: float, running: Collection[int]
-) -> tuple[Candidate, ...]:
-    units = sorted(candidates, key=lambda unit: unit.order)
-    due = [unit for unit in units if unit.overtaken >= limits.overtake_limit]
-    if due:
-        return _best_batch(_ways_of(due[0], units), units, costs, limits, running)
-    units.sort(key=lambda unit: (unit.order not in running, unit.order))
-    urgent = _most_urgent(units, costs, limits, now_s)
-    if urgent is not None:
-        return _best_batch(_ways_of(urgent, units), units, costs, limits, running)
-    seeds: dict[GroupKey, Candidate] = {}
-    for unit in units:
-        seeds.setdefault(unit.key, unit)
-    return _best_batch(list(seeds.values()), units, costs, limits, running)
-
-
-def _ways_of(unit: Candidate, units: Sequence[Candidate]) -> list[Candidate]:
-    return [way for way in units if way.order == unit.order]
-
-
-def _best_batch(
-    seeds: Sequence[Candidate],
-    units: Sequence[Candidate],
-    costs: Costs,
-    limits: BatchLimits,
-    running: Collection[int],
-) -> tuple[Candidate, ...]:
-    """Return the batch with one of the seeds that does the most rows per second."""
-    batches = [_batch_that_pays(seed, units, costs, limits, running) for seed in seeds]
-    return max(batches, key=lambda batch: (_worth(batch, costs, running), -batch[0].order))
+    guests = [unit for unit in candidates if unit.tenant != turn]
+    return choice.with_guests(batch, guests, min(longest_s, choice.longest_call_s(batch[0])))
 
 
 def overtaken_by(
@@ -177,72 +143,111 @@ def overtaken_by(
     """Return the orders of the candidates that a step of `batch` overtakes: those of the tenant whose turn it was."""
     chosen = {unit.order for unit in batch if turn is None or unit.tenant == turn}
     latest = max(chosen, default=-1)
-    return frozenset(
-        unit.order
-        for unit in candidates
-        if unit.order not in chosen and unit.order < latest and (turn is None or unit.tenant == turn)
-    )
+    own = {unit.order for unit in candidates if turn is None or unit.tenant == turn}
+    return frozenset(order for order in own - chosen if order < latest)
 
 
-def _with_guests(
-    batch: Sequence[Candidate],
-    guests: Sequence[Candidate],
-    costs: Costs,
-    limits: BatchLimits,
-    longest_s: float,
-) -> tuple[Candidate, ...]:
-    """Return `batch` with those guests, units of other tenants in the order in which they may join, that pay, in a call
-    of at most `longest_s`."""
-    key, rows = batch[0].key, _rows(batch)
-    alone_s = costs.step_s(key, rows)
-    chosen, best = tuple(batch), (1.0 + JOIN_SHARE) * rows / max(alone_s, 1e-9)
-    joined = list(batch)
-    for guest in guests:
-        if guest.key != key or rows + guest.rows > limits.largest_batch:
-            continue
-        joined.append(guest)
-        rows += guest.rows
-        step_s = costs.step_s(key, rows)
-        if step_s <= longest_s and rows / max(step_s, 1e-9) > best:
-            chosen, best = tuple(joined), rows / max(step_s, 1e-9)
-    return tuple(sorted(chosen, key=lambda unit: unit.order))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What one choice is made by: the arguments of `choose`."""
 
+    costs: Costs
+    limits: BatchLimits
+    now_s: float
+    running: Collection[int]
 
-def _batch_that_pays(
-    seed: Candidate, units: Sequence[Candidate], costs: Costs, limits: BatchLimits, running: Collection[int]
-) -> tuple[Candidate, ...]:
-    """Return `seed` and those units of its group, taken in the order of `units`, that pay."""
-    reach = _in_reach(seed, units, costs, limits)
-    due = [unit.order for unit in units if unit.overtaken >= limits.overtake_limit]
-    cuts = _first_calls([unit.rows for unit in reach], lambda rows: costs.step_s(seed.key, rows))
-    lawful = [cut for cut in cuts if _overtakes_none_of(due, reach[: cut.units])]
-    runs = next((cut for cut in reversed(lawful) if all(unit.order in running for unit in reach[: cut.units])), None)
-    if runs is not None and runs.pays(JOIN_SHARE):
-        chosen = next((cut for cut in lawful if cut.units < runs.units and cut.pays(STAY_SHARE)), runs)
-    else:
-        fastest = min(lawful, key=lambda cut: cut.loss)
-        chosen = next((cut for cut in lawful if cut.pays(JOIN_SHARE)), fastest)
-    return tuple(sorted(reach[: chosen.units], key=lambda unit: unit.order))
+    def of_one_tenant(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Return the batch that does the most rows per second, of those with a unit that must go now if there is one:
+        one that was overtaken as often as may be, the oldest, or else the most urgent."""
+        units = sorted(candidates, key=lambda unit: unit.order)
+        first = next((unit for unit in units if self._is_due(unit)), None)
+        if first is None:
+            units = self._as_they_join(units)
+            first = self._most_urgent(units)
+        seeds: dict[GroupKey, Candidate] = {}
+        for unit in units:
+            if first is None or unit.order == first.order:
+                seeds.setdefault(unit.key, unit)
+        batches = [self._batch_that_pays(seed, units) for seed in seeds.values()]
+        return max(batches, key=lambda batch: (self._worth(batch), -batch[0].order))
 
+    def with_guests(
+        self, batch: Sequence[Candidate], guests: Sequence[Candidate], longest_s: float
+    ) -> tuple[Candidate, ...]:
+        """Return `batch` with those guests, units of other tenants, that pay, in a call of at most `longest_s`."""
+        key, rows = batch[0].key, _rows(batch)
+        chosen, best = tuple(batch), (1.0 + JOIN_SHARE) * rows / max(self.costs.step_s(key, rows), 1e-9)
+        joined = list(batch)
+        for guest in self._as_they_join(guests):
+            if guest.key != key or rows + guest.rows > self.limits.largest_batch:
+                continue
+            joined.append(guest)
+            rows += guest.rows
+            step_s = self.costs.step_s(key, rows)
+            if step_s <= longest_s and rows / max(step_s, 1e-9) > best:
+                chosen, best = tuple(joined), rows / max(step_s, 1e-9)
+        return tuple(sorted(chosen, key=lambda unit: unit.order))
 
-def _in_reach(seed: Candidate, units: Sequence[Candidate], costs: Costs, limits: BatchLimits) -> list[Candidate]:
-    """Return `seed` and those of its group that fit into a call with it, in the order of `units`."""
-    reach, rows = [seed], seed.rows
-    longest_s = _longest_call_s(seed, costs, limits)
-    for mate in units:
-        if mate.key != seed.key or mate.order == seed.order or rows + mate.rows > limits.largest_batch:
-            continue
-        if longest_s == math.inf or costs.step_s(seed.key, rows + mate.rows) <= longest_s:
-            reach.append(mate)
-            rows += mate.rows
-    return reach
+    def longest_call_s(self, seed: Candidate) -> float:
+        """Return how long a call with `seed` may take."""
+        if not self.limits.is_shared:
+            return math.inf
+        share = max(1.0 + GUEST_SHARE, (1.0 - GUEST_SHARE) * seed.steps)
+        return share * self.costs.step_s(seed.key, seed.rows)
 
+    def _is_due(self, unit: Candidate) -> bool:
+        return unit.overtaken >= self.limits.overtake_limit
 
-def _longest_call_s(seed: Candidate, costs: Costs, limits: BatchLimits) -> float:
-    """Return how long a call with `seed` may take."""
-    if not limits.is_shared:
-        return math.inf
-    return max(1.0 + GUEST_SHARE, (1.0 - GUEST_SHARE) * seed.steps) * costs.step_s(seed.key, seed.rows)
+    def _as_they_join(self, units: Iterable[Candidate]) -> list[Candidate]:
+        """Return units in the order in which they may join: those that ran last, then by arrival."""
+        return sorted(units, key=lambda unit: (unit.order not in self.running, unit.order))
+
+    def _most_urgent(self, units: Sequence[Candidate]) -> Candidate | None:
+        """Return the unit with the earliest deadline among those that are short of time but can still meet it."""
+        short: list[tuple[float, int, Candidate]] = []
+        for unit in units:
+            if unit.deadline_s is not None:
+                left_s = unit.deadline_s - self.now_s
+                step_s = self.costs.step_s(unit.key, unit.rows)
+                need_s = self.costs.switch_s(unit.key) + unit.steps_left * step_s
+                if need_s <= left_s <= self.limits.urgent_factor * need_s:
+                    short.append((unit.deadline_s, unit.order, unit))
+        return min(short, key=itemgetter(0, 1))[2] if short else None
+
+    def _batch_that_pays(self, seed: Candidate, units: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Return `seed` and those units of its group, taken in the order of `units`, that pay."""
+        reach = self._in_reach(seed, units)
+        due = [unit.order for unit in units if self._is_due(unit)]
+        cuts = _first_calls([unit.rows for unit in reach], lambda rows: self.costs.step_s(seed.key, rows))
+        lawful = [cut for cut in cuts if _overtakes_none_of(due, reach[: cut.units])]
+        ran = [unit.order in self.running for unit in reach]
+        runs = next((cut for cut in reversed(lawful) if all(ran[: cut.units])), None)
+        if runs is not None and runs.pays(JOIN_SHARE):
+            chosen = next((cut for cut in lawful if cut.units < runs.units and cut.pays(STAY_SHARE)), runs)
+        else:
+            fastest = min(lawful, key=lambda cut: cut.loss)
+            chosen = next((cut for cut in lawful if cut.pays(JOIN_SHARE)), fastest)
+        return tuple(sorted(reach[: chosen.units], key=lambda unit: unit.order))
+
+    def _in_reach(self, seed: Candidate, units: Sequence[Candidate]) -> list[Candidate]:
+        """Return `seed` and those of its group that fit into a call with it, in the order of `units`."""
+        reach, rows, longest_s = [seed], seed.rows, self.longest_call_s(seed)
+        for mate in units:
+            if mate.key != seed.key or mate.order == seed.order or rows + mate.rows > self.limits.largest_batch:
+                continue
+            if longest_s == math.inf or self.costs.step_s(seed.key, rows + mate.rows) <= longest_s:
+                reach.append(mate)
+                rows += mate.rows
+        return reach
+
+    def _worth(self, batch: Sequence[Candidate]) -> float:
+        """Return the useful rows per second of running `batch`, its merge spread over the steps it will stay; another
+        batch than the one that runs must beat it by `JOIN_SHARE`."""
+        key = batch[0].key
+        stay_steps = max(1, *(unit.steps_left for unit in batch))
+        step_s = self.costs.step_s(key, _rows(batch)) + self.costs.switch_s(key) / stay_steps
+        stays = any(unit.order in self.running for unit in batch)
+        return (1.0 + JOIN_SHARE if stays else 1.0) * _rows(batch) / max(step_s, 1e-9)
 
 
 def _overtakes_none_of(due: Sequence[int], batch: Sequence[Candidate]) -> bool:
@@ -290,33 +295,6 @@ def _first_calls(rows: Sequence[int], step_s: Callable[[int], float]) -> list[_F
         )
         for j in range(1, count + 1)
     ]
-
-
-def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: BatchLimits, now_s: float) -> Candidate | None:
-    """Return the unit with the earliest deadline among those that are short of time but can still meet it, or None."""
-
-    def left_and_need(unit: Candidate) -> tuple[float, float]:
-        assert unit.deadline_s is not None
-        need_s = costs.switch_s(unit.key) + unit.steps_left * costs.step_s(unit.key, unit.rows)
-        return unit.deadline_s - now_s, need_s
-
-    short = []
-    for unit in units:
-        if unit.deadline_s is not None:
-            left_s, need_s = left_and_need(unit)
-            if need_s <= left_s <= limits.urgent_factor * need_s:
-                short.append(unit)
-    return min(short, key=lambda unit: (unit.deadline_s or 0.0, unit.order), default=None)
-
-
-def _worth(batch: Sequence[Candidate], costs: Costs, running: Collection[int]) -> float:
-    """Return the useful rows per second of running `batch`, its merge spread over the steps it will stay; another batch
-    than the one that runs must beat it by `JOIN_SHARE`."""
-    key = batch[0].key
-    stay_steps = max(unit.steps_left for unit in batch)
-    step_s = costs.step_s(key, _rows(batch)) + costs.switch_s(key) / max(1, stay_steps)
-    stays = any(unit.order in running for unit in batch)
-    return (1.0 + JOIN_SHARE if stays else 1.0) * _rows(batch) / max(step_s, 1e-9)
 
 
 def _rows(batch: Sequence[Candidate]) -> int:

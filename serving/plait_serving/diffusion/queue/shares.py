@@ -38,12 +38,8 @@ class TenantShares:
         self._longest_credit_s = 0.0
         self._last: str | None = None
         self._first: str | None = None
-        self._is_shared = False
-
-    @property
-    def is_shared(self) -> bool:
+        self.is_shared = False
         """Whether more than one tenant has come so far; plait itself, which warms up, does not count."""
-        return self._is_shared
 
     def charge(self, tenant: Tenant, seconds: float) -> None:
         """Record that a tenant used `seconds` of compute."""
@@ -82,7 +78,7 @@ class TenantShares:
                 self._longest_credit_s = max(self._longest_credit_s, credit_s / tenant.weight)
             if tenant.counts:
                 self._first = self._first or tenant.name
-                self._is_shared |= tenant.name != self._first
+                self.is_shared |= tenant.name != self._first
         self._present = frozenset(names)
         self._floor_s = max(self._floor_s, shares_from_s)
         forgotten_s = self._floor_s - self._longest_credit_s

@@ -29,15 +29,10 @@ def fetch_from_hub(repository: str, revision: str) -> Path:
         files = HfApi().list_repo_files(repository, revision=revision)
         return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted_files(files)))
     except Exception as error:  # the client of the hub lets its transport's own errors through
-        return _already_here(repository, revision, error)
-
-
-def _already_here(repository: str, revision: str, error: Exception) -> Path:
-    """Return an earlier download, which is as good when there is no network: a commit never changes."""
-    try:
-        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, OSError):
-        raise ModelError(f"{repository}@{revision}: cannot be downloaded: {error}") from error
+        try:  # an earlier download is as good when there is no network: a commit never changes
+            return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+        except (LocalEntryNotFoundError, OSError):
+            raise ModelError(f"{repository}@{revision}: cannot be downloaded: {error}") from error
 
 
 def wanted_files(files: Iterable[str]) -> list[str]:

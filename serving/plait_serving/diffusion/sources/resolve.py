@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os.path import expanduser
 from pathlib import Path
 
@@ -12,18 +11,13 @@ from plait_serving.diffusion.sources.file_kinds import stem_of, why_unread
 
 
 def resolve_source(
-    source: str | Path,
-    revision: str | None = None,
-    *,
-    config: Path | None = None,
-    cache: Path | None = None,
-    fetch: Callable[[str, str], Path] | None = None,
+    source: str | Path, revision: str | None = None, *, config: Path | None = None, cache: Path | None = None
 ) -> Path:
     """Return the folder that `source` names: a file is converted the first time, a hub id is downloaded. Raises
     `ModelError`.
 
     `config`: the folder that a file's configurations and tokenizers are in, if they are not the published ones; `cache`
-    keeps what is converted; `fetch` downloads, None: from the hub.
+    keeps what is converted.
     """
     place = Path(expanduser(source))
     if place.is_dir():
@@ -39,8 +33,6 @@ def resolve_source(
         raise ModelError(f"{source}: no such folder")
     if revision is None:
         raise ModelError(f"{source}: not a folder here; as a hub id it needs a revision (a commit's 40 hex digits)")
-    if fetch is None:
-        from plait_serving.diffusion.sources import hub
+    from plait_serving.diffusion.sources import hub
 
-        fetch = hub.fetch_from_hub
-    return fetch(str(source), revision)
+    return hub.fetch_from_hub(str(source), revision)

@@ -52,12 +52,9 @@ def new_file(path: Path, *, needed_bytes: int) -> Iterator[Path]:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock across threads and processes; blocks. The file stays, because removing it would race."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -3,111 +3,98 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from plait_serving.diffusion.decoding import DecodeQueue, decodes_here
+from plait_serving.diffusion import decoding
+from plait_serving.diffusion.decoding import DecodeQueue
 
 COMPUTE = threading.current_thread().name
-SMALL, LARGE = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 4, 4)
-
-
-def test_an_accelerator_decodes_beside_whatever_runs() -> None:
-    """However long it takes; on a CPU idle cores and long decodes belong to the compute thread."""
-    assert not decodes_here(on_cpu=False, stepping=False, expected_s=5.0)
-    assert decodes_here(on_cpu=True, stepping=False, expected_s=0.001)
+LATENTS = torch.zeros(1, 1, 2, 2)
 
 
 class Rig:
-    """A queue whose decodes take as long as told, and where they ran."""
+    """A queue of decodes, and where they ran."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
         self.ran: list[tuple[str, str]] = []
-        self.pinned: list[int] = []
-        self.queue = DecodeQueue(set_threads=self.pinned.append, clock=lambda: self.now_s)
+        self.queue = DecodeQueue(lambda: 0.0)
 
-    def submit(
-        self, name: str, latents: torch.Tensor, *, takes_s: float, decodes: bool = True,
-        after: threading.Event | None = None, tenant: str = "a",
-    ) -> None:  # fmt: skip
+    def submit(self, name: str, *, after: threading.Event | None = None, tenant: str = "a") -> None:
         """Submit a decode of a tenant; it first waits for `after`."""
 
-        def use(_: torch.Tensor) -> bool:
+        def use(_: torch.Tensor) -> None:
             assert after is None or after.wait(60)
-            self.now_s += takes_s
             self.ran.append((name, threading.current_thread().name.partition("_")[0]))
-            return decodes
 
-        self.queue.submit(tenant, latents, use)
+        self.queue.submit(tenant, LATENTS, use)
+
+    @property
+    def order(self) -> list[str]:
+        """What was decoded, in its order."""
+        return [name for name, _ in self.ran]
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    """A rig whose threads end with the test."""
-    it = Rig()
-    yield it
-    it.queue.close()
+def rig_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Rig]]:
+    """`rig_on(device)`: a rig for it whose threads end with the test."""
+    made: list[Rig] = []
+
+    def build(device: str) -> Rig:
+        monkeypatch.setattr(decoding, "is_gpu", lambda _: device == "gpu")
+        made.append(Rig())
+        return made[-1]
+
+    yield build
+    for it in made:
+        it.queue.close()
 
 
-def test_each_size_is_timed_once_and_then_placed(rig: Rig) -> None:
-    """A short decode beside steps goes to the decode thread (of one thread), a long one stays, one per call."""
-    for name, latents, takes_s in (("a", SMALL, 0.01), ("b", LARGE, 2.0), ("c", SMALL, 0.01), ("d", LARGE, 2.0)):
-        rig.submit(name, latents, takes_s=takes_s)
-    assert [rig.queue.run_next(stepping=True) for _ in range(4)] == [True, True, True, False]
-    assert rig.ran == [("a", COMPUTE), ("b", COMPUTE), ("c", "plait-decode"), ("d", COMPUTE)]
-    assert rig.pinned == [1]
+def test_a_cpu_decodes_between_steps(rig_on: Callable[[str], Rig]) -> None:
+    """On the compute thread, which has all cores, one per call."""
+    rig = rig_on("cpu")
+    for name in ("a", "b"):
+        rig.submit(name)
+    assert [rig.queue.run_next() for _ in range(3)] == [True, True, False]
+    assert rig.ran == [("a", COMPUTE), ("b", COMPUTE)]
 
 
-def test_what_is_decoded_here_waits_for_what_went_before(rig: Rig) -> None:
-    """A preview that runs aside is delivered before the images of its request."""
-    go = threading.Event()
-    rig.submit("first", SMALL, takes_s=0.01)
-    rig.queue.run_next(stepping=True)
-    rig.submit("preview", SMALL, takes_s=0.01, after=go)
-    assert not rig.queue.run_next(stepping=True)
-    rig.submit("images", SMALL, takes_s=0.01)
-    threading.Timer(0.01, go.set).start()
-    assert rig.queue.run_next(stepping=False)
-    assert rig.ran == [("first", COMPUTE), ("preview", "plait-decode"), ("images", COMPUTE)]
+def test_an_accelerator_decodes_beside_whatever_runs(
+    rig_on: Callable[[str], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a thread of one core, which waits for it."""
+    pinned: list[int] = []
+    monkeypatch.setattr(decoding, "set_threads", pinned.append)
+    rig = rig_on("gpu")
+    rig.submit("a")
+    assert not rig.queue.run_next()
+    rig.queue.close()
+    assert rig.ran == [("a", "plait-decode")]
+    assert pinned == [1]
 
 
-def test_tenants_take_turns_beside_steps(rig: Rig) -> None:
-    """Of many decodes that one tenant has waiting beside steps, another's single one waits for the one that runs."""
-    go = threading.Event()
-    rig.submit("first", SMALL, takes_s=0.01)
-    rig.queue.run_next(stepping=True)
-    rig.submit("runs", SMALL, takes_s=0.01, after=go)
-    rig.queue.run_next(stepping=True)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_tenants_take_turns(rig_on: Callable[[str], Rig], device: str) -> None:
+    """Of many decodes that one tenant has waiting, another's single one waits for one beside the one that runs."""
+    rig, go = rig_on(device), threading.Event()
+    rig.submit("runs", after=go)
     for name in ("flood 1", "flood 2", "flood 3"):
-        rig.submit(name, SMALL, takes_s=0.01)
-    rig.queue.run_next(stepping=True)
-    rig.submit("other", SMALL, takes_s=0.01, tenant="b")
-    rig.queue.run_next(stepping=True)
+        rig.submit(name)
+    rig.submit("other", tenant="b")
     go.set()
     rig.queue.close()
-    order = [name for name, _ in rig.ran]
-    assert order[2:].index("other") <= 1
-    assert [name for name in order if name.startswith("flood")] == ["flood 1", "flood 2", "flood 3"]
+    assert rig.order.index("other") <= 2
+    assert [name for name in rig.order if name.startswith("flood")] == ["flood 1", "flood 2", "flood 3"]
 
 
-def test_a_decode_that_was_not_needed_is_no_measurement(rig: Rig) -> None:
-    """A cancelled request does not make its size look quick."""
-    rig.submit("long", SMALL, takes_s=2.0)
-    rig.submit("cancelled", SMALL, takes_s=0.0, decodes=False)
-    rig.submit("long again", SMALL, takes_s=2.0)
-    while rig.queue.run_next(stepping=True):
-        pass
-    assert [thread for _, thread in rig.ran] == [COMPUTE] * 3
-
-
-def test_closing_decodes_what_waits() -> None:
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_closing_decodes_what_waits(rig_on: Callable[[str], Rig], device: str) -> None:
     """Nothing that was submitted is lost when the engine stops; closing twice is closing."""
-    rig = Rig()
-    rig.submit("a", SMALL, takes_s=0.0)
-    rig.submit("b", LARGE, takes_s=0.0)
+    rig = rig_on(device)
+    rig.submit("a")
+    rig.submit("b")
     rig.queue.close()
     rig.queue.close()
-    assert [name for name, _ in rig.ran] == ["a", "b"]
+    assert rig.order == ["a", "b"]

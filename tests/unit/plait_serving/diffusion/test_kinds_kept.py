@@ -6,10 +6,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from fakes.engine import key_of, size_of
-from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.lora.parse import LoadedLora, LoraFormat
 from plait_serving.diffusion.queue.costs import StepCosts
@@ -90,20 +88,6 @@ def test_the_nearest_kind_is_the_one_that_a_look_at_all_finds() -> None:
             nearest = min(seen, key=lambda kind: abs(math.log(wanted / kind)))
             scale = wanted / nearest
             assert forecast.decode_s(of_size(width, height)) == pytest.approx(seen[nearest] * min(scale, scale**0.5))
-
-
-def test_decodes_of_a_thousand_sizes_are_remembered() -> None:
-    """By which the next one of that size is put on a thread, beside the steps; an unknown one is decoded here."""
-    queue = DecodeQueue(set_threads=lambda _: None, clock=lambda: 0.0)
-
-    def is_decoded_here(numbers: int) -> bool:
-        queue.submit("a", torch.zeros(numbers), lambda _: True)
-        return queue.run_next(stepping=True)
-
-    assert all(is_decoded_here(numbers) for numbers in range(1, 3 * KEPT + 1))
-    assert not any(is_decoded_here(numbers) for numbers in range(2 * KEPT + 1, 3 * KEPT + 1))
-    assert is_decoded_here(2 * KEPT)
-    queue.close()
 
 
 def test_files_that_were_loaded_are_not_remembered_for_ever() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry
 
 WAIT_S = 60.0
@@ -12,7 +11,7 @@ WAIT_S = 60.0
 
 def test_who_is_woken_before_it_sleeps_does_not_sleep():
     """A model may have been loaded between the look for it and the sleep; it is told once."""
-    registry = RequestRegistry(lambda: 0.0, UsageLedger())
+    registry = RequestRegistry()
     registry.wake()
     waits = threading.Thread(target=registry.wait_for_news, args=(None,), daemon=True)
     waits.start()

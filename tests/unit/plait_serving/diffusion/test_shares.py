@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fakes.engine import size_of
-from plait_serving.diffusion.queue.bounds import QueueBounds, QueuedWork, wait_s
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.queue.bounds import wait_s
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
@@ -103,13 +105,17 @@ def test_nobody_is_remembered_for_ever():
     assert len(shares._virtual_s) <= 3
 
 
+def work(tenant, left_s, *, runs=False):
+    return SimpleNamespace(request=SimpleNamespace(tenant=tenant), left_s=left_s, runs=runs)
+
+
 def queued(*works):
-    return [QueuedWork(tenant=tenant, left_s=left_s) for tenant, left_s in works]
+    return [work(*one) for one in works]
 
 
 def test_the_queue_is_bounded_by_number_too():
     """A place is free when the first of three ends: in a third of their work."""
-    bounds = QueueBounds(requests=3, seconds=1000.0)
+    bounds = EngineKnobs(queue_limit=3, queue_seconds=1000.0)
     assert wait_s(A, queued(*[(A, 4.0)] * 2), bounds) is None
     assert wait_s(A, queued(*[(A, 4.0)] * 3), bounds) == pytest.approx(4.0)
     assert wait_s(A, queued(*[(A, 0.0)] * 3), bounds) == 0.0  # nothing is known yet
@@ -117,19 +123,19 @@ def test_the_queue_is_bounded_by_number_too():
 
 def test_what_runs_together_ends_together():
     """Three of a batch with four seconds left each end in twelve; with one that is further, it ends first."""
-    bounds = QueueBounds(requests=3, seconds=1000.0)
-    batch = [QueuedWork(tenant=A, left_s=4.0, runs=True)] * 3
+    bounds = EngineKnobs(queue_limit=3, queue_seconds=1000.0)
+    batch = [work(A, 4.0, runs=True)] * 3
     assert wait_s(A, batch, bounds) == pytest.approx(12.0)
-    further = [QueuedWork(tenant=A, left_s=1.0, runs=True), *batch[1:]]
+    further = [work(A, 1.0, runs=True), *batch[1:]]
     assert wait_s(A, further, bounds) == pytest.approx(3.0)
-    waiting = QueuedWork(tenant=A, left_s=2.0)  # it begins as the first ends, and ends before the others
+    waiting = work(A, 2.0)  # it begins as the first ends, and ends before the others
     assert wait_s(A, [*further, waiting], bounds) == pytest.approx(3.0 + 3 * 2.0)
 
 
 def test_a_flood_leaves_room_for_others():
     """One tenant fills the queue; the next one has half of it, and the first none until it is below its own half. Its
     work is done at half the rate."""
-    bounds = QueueBounds(requests=100, seconds=10.0)
+    bounds = EngineKnobs(queue_limit=100, queue_seconds=10.0)
     flood = [(A, 1.0)] * 10
     assert wait_s(A, queued(*flood), bounds) is not None
     assert wait_s(B, queued(*flood), bounds) is None
@@ -142,7 +148,7 @@ def test_a_flood_leaves_room_for_others():
 def test_a_tenants_own_bound_holds_alone():
     """`queued_s` is less than the queue takes."""
     small = Tenant(name="a", queued_s=2.0)
-    assert wait_s(small, queued((small, 2.5)), QueueBounds(requests=100, seconds=10.0)) == pytest.approx(0.5)
+    assert wait_s(small, queued((small, 2.5)), EngineKnobs(queue_limit=100, queue_seconds=10.0)) == pytest.approx(0.5)
 
 
 asked = partial(request, width=64, height=64, steps=10)

@@ -98,7 +98,7 @@ def test_a_look_beside_one_that_goes_on_waits_where_something_was_moved(tmp_path
     first = threading.Thread(target=pool.watch, args=(folder, Mock()))
     first.start()
     assert folder.entered.wait(60)
-    second = threading.Thread(target=pool.look, kwargs={"wait": False})
+    second = threading.Thread(target=pool.look, kwargs={"always": False})
     second.start()
     second.join(0.2)
     assert second.is_alive()

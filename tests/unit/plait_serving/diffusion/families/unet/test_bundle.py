@@ -21,6 +21,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet, check_controlnet_config
 from plait_serving.diffusion.families.unet.samplers import sampler_of
+from plait_serving.diffusion.sources import hub
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import Scheduler
@@ -107,7 +108,7 @@ def test_a_source_that_is_no_folder():
         fetch_from_hub("someone/something", "main")
 
 
-def test_a_hub_id_is_fetched_at_its_revision(tiny_sd_folder):
+def test_a_hub_id_is_fetched_at_its_revision(tiny_sd_folder, monkeypatch):
     """The fetcher gets id and commit; what it returns is taken."""
     asked = []
 
@@ -115,7 +116,8 @@ def test_a_hub_id_is_fetched_at_its_revision(tiny_sd_folder):
         asked.append((repository, revision))
         return tiny_sd_folder
 
-    assert resolve_source("someone/something", "a" * 40, fetch=fetch) == tiny_sd_folder
+    monkeypatch.setattr(hub, "fetch_from_hub", fetch)
+    assert resolve_source("someone/something", "a" * 40) == tiny_sd_folder
     assert asked == [("someone/something", "a" * 40)]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
-from plait_serving.diffusion.decoding import decoded, to_rgb
+from plait_serving.diffusion.decoding import to_rgb
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.vae import safety_of
+from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request, reference_pipeline, run_pipeline
 from support.tiny import seeded, tiny_sd
@@ -61,7 +64,7 @@ def test_the_folders_own_checker_agrees_with_diffusers(tmp_path):
         bundle.safety_checker.special_care_embeds_weights.fill_(1e9)
         bundle.safety_checker.concept_embeds_weights[0] = _median_score(bundle, images)
     theirs = pipeline.run_safety_checker(images.clone() * 2 - 1, "cpu", torch.float32)[1]
-    pictures, flags = decoded(denoiser, latents)
+    pictures, flags = Stepper(denoiser=denoiser, controlnets={}, clock=time.monotonic).decode(latents)
     assert list(flags) == theirs
     assert set(flags) == {True, False}
     assert [bool((image == 0).all()) for image in pictures] == list(flags)
