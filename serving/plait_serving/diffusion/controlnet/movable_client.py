@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from plait_serving.diffusion.controlnet.placement import PlacementTrial, StepTimes, choose_placement
+from plait_serving.diffusion.controlnet.rows import LaterResiduals
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import (
@@ -27,11 +30,9 @@ from plait_serving.diffusion.values import RgbImage
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _MovableSession:
+class _MovableSession(NamedTuple):
     """A session and the client that it belongs to."""
 
-    controlnet: str
     client: ControlNetClient
     inner: ControlSession
 
@@ -52,7 +53,7 @@ class MovableControlNetClient(ControlNetClient):
         wanted: Callable[[], Placement],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name = name
+        self.name = name
         self._factories = {Placement.LOCAL: local, Placement.REMOTE: remote}
         self._clients: dict[Placement, ControlNetClient] = {}
         self._wanted = wanted
@@ -61,11 +62,6 @@ class MovableControlNetClient(ControlNetClient):
         self._chosen: tuple[Placement, StepTimes | None, Placement] | None = None
         self._asked: set[Placement] = set()
         self._is_away = False
-
-    @property
-    def name(self) -> str:
-        """The ControlNet's name."""
-        return self._name
 
     @property
     def times(self) -> StepTimes | None:
@@ -86,38 +82,53 @@ class MovableControlNetClient(ControlNetClient):
             remote_possible=self._factories[Placement.REMOTE] is not None,
             times=self.times,
         )
-        _log.info("ControlNet %s runs %s: %s", self._name, choice.placement.value, choice.why)
+        _log.info("ControlNet %s runs %s: %s", self.name, choice.placement.value, choice.why)
         self._chosen = (wanted, self.times, choice.placement)
         if choice.placement is Placement.REMOTE:
             self._clients.pop(Placement.LOCAL, None)  # its weights go with the last session that lives there
         return choice.placement
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
-        """Open a session at the place where new sessions go now."""
+        """Open a session at the place where new sessions go now; here, with AUTO, while the service is away. Steps that
+        were in flight do not move here: one of them may be what ended the service."""
         place = self.place()
         client = self._client(place)
         try:
             inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
         except ControlNetUnavailable as error:
-            if place is not Placement.REMOTE or not self._can_stand_in():
+            here = self._factories[Placement.LOCAL] is not None
+            if place is not Placement.REMOTE or self._wanted() is not Placement.AUTO or not here:
                 raise
-            client = self._stand_in(error)
+            if not self._is_away:
+                _log.warning("ControlNet %s runs here while its service is away: %s", self.name, error)
+            self._is_away = True
+            client = self._client(Placement.LOCAL)
             inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
         else:
-            self._back_at(place)
+            if self._is_away and place is Placement.REMOTE:
+                _log.info("ControlNet %s: its service is back", self.name)
+                self._is_away = False
+                if self._trial is None or self._trial.is_over:
+                    self._clients.pop(Placement.LOCAL, None)
         if self._trial is not None:
             self._trial.opened(place)
-        return _MovableSession(controlnet=self._name, client=client, inner=inner)
+        return _MovableSession(client, inner)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """Start each call at the place of its session."""
-        groups: dict[int, tuple[ControlNetClient, list[int]]] = {}
+        groups: dict[ControlNetClient, dict[int, ControlCall]] = defaultdict(dict)
         for i, call in enumerate(calls):
-            if isinstance(call.session, _MovableSession) and call.session.controlnet == self._name:
-                groups.setdefault(id(call.session.client), (call.session.client, []))[1].append(i)
-        self._asked.update(place for place, client in self._clients.items() if id(client) in groups)
-        parts = [(indices, client.start([_inner(calls[i]) for i in indices])) for client, indices in groups.values()]
-        return _PendingParts(len(calls), parts)
+            if isinstance(call.session, _MovableSession):
+                groups[call.session.client][i] = replace(call, session=call.session.inner)
+        self._asked.update(place for place, client in self._clients.items() if client in groups)
+        parts = [(list(group), client.start(list(group.values()))) for client, group in groups.items()]
+        foreign = ControlNetUnavailable("the session belongs to another ControlNet")
+
+        def answers() -> list[Residuals | EngineError]:
+            found = {i: answer for part, asked in parts for i, answer in zip(part, asked.wait(), strict=True)}
+            return [found.get(i, foreign) for i in range(len(calls))]
+
+        return LaterResiduals(answers)
 
     def stepped(self, kind: Hashable, seconds: float | None) -> None:
         """Take what a step has cost, if one place alone was asked in it."""
@@ -139,45 +150,6 @@ class MovableControlNetClient(ControlNetClient):
         if placement not in self._clients:
             factory = self._factories[placement]
             if factory is None:
-                raise ControlNetUnavailable(f"ControlNet {self._name} cannot run {placement.value}")
+                raise ControlNetUnavailable(f"ControlNet {self.name} cannot run {placement.value}")
             self._clients[placement] = factory()
         return self._clients[placement]
-
-    def _can_stand_in(self) -> bool:
-        """Whether sessions may run here while the service is away. Steps that were in flight do not move here: one of
-        them may be what ended the service."""
-        return self._wanted() is Placement.AUTO and self._factories[Placement.LOCAL] is not None
-
-    def _stand_in(self, error: ControlNetUnavailable) -> ControlNetClient:
-        if not self._is_away:
-            _log.warning("ControlNet %s runs here while its service is away: %s", self._name, error)
-        self._is_away = True
-        return self._client(Placement.LOCAL)
-
-    def _back_at(self, place: Placement) -> None:
-        """Let go of what stood in for the service."""
-        if self._is_away and place is Placement.REMOTE:
-            _log.info("ControlNet %s: its service is back", self._name)
-            self._is_away = False
-            if self._trial is None or self._trial.is_over:
-                self._clients.pop(Placement.LOCAL, None)
-
-
-class _PendingParts(PendingResiduals):
-    """Answers from up to two places, put back into call order."""
-
-    def __init__(self, calls: int, parts: list[tuple[list[int], PendingResiduals]]) -> None:
-        self._calls = calls
-        self._parts = parts
-
-    def wait(self) -> list[Residuals | EngineError]:
-        answers: dict[int, Residuals | EngineError] = {}
-        for indices, pending in self._parts:
-            answers.update(zip(indices, pending.wait(), strict=True))
-        unavailable = ControlNetUnavailable("the session belongs to another ControlNet")
-        return [answers.get(i, unavailable) for i in range(self._calls)]
-
-
-def _inner(call: ControlCall) -> ControlCall:
-    assert isinstance(call.session, _MovableSession)
-    return replace(call, session=call.session.inner)

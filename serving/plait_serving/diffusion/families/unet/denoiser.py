@@ -197,7 +197,7 @@ class UNetDenoiser:
         layout = BatchLayout.of([call.conditioning for call in calls])
         rows = Rows.of(calls, layout)
         fused = self._fuses()
-        questions = ControlQuestions.ask(calls, rows.sample, layout, exact=compiled is None and not fused)
+        questions = ControlQuestions(calls, rows.sample, layout, exact=compiled is None and not fused)
         try:
             half, decode = self._encode(calls, rows, layout, compiled)
         except BaseException:
@@ -256,14 +256,13 @@ class UNetDenoiser:
 
 
 def _apply(
-    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError | None], *, fused: bool
+    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError], *, fused: bool
 ) -> EngineError | None:
     """Add what request k's ControlNets answered to its rows; return the first error if there is one."""
     found: list[Residuals] = []
     for part in parts:
         if isinstance(part, EngineError):
             return part
-        assert part is not None
         if not half.fits(part, layout.counts[k] * layout.branches[k]):
             return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
         found.append(part)
