@@ -15,34 +15,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Self
 
 
 class LoraFormat(Enum):
-    """A format; the value is its common name."""
+    """A format; the value is its common name, `title` the one in messages."""
 
-    PEFT = "peft"
-    KOHYA = "kohya"
-    COMFYUI = "comfyui"
-    ONETRAINER = "onetrainer"
-    SIMPLETUNER = "simpletuner"
-    XLABS = "xlabs"
+    PEFT = "peft", "PEFT (diffusers)"
+    KOHYA = "kohya", "kohya"
+    COMFYUI = "comfyui", "ComfyUI"
+    ONETRAINER = "onetrainer", "OneTrainer"
+    SIMPLETUNER = "simpletuner", "SimpleTuner (LyCORIS)"
+    XLABS = "xlabs", "XLabs"
 
-    @property
-    def title(self) -> str:
-        """Its name in messages."""
-        return _TITLES[self]
+    title: str
 
+    def __new__(cls, value: str, title: str) -> Self:
+        """Make a member of one value."""
+        form = object.__new__(cls)
+        form._value_, form.title = value, title
+        return form
 
-_TITLES: Mapping[LoraFormat, str] = MappingProxyType(
-    {
-        LoraFormat.PEFT: "PEFT (diffusers)",
-        LoraFormat.KOHYA: "kohya",
-        LoraFormat.COMFYUI: "ComfyUI",
-        LoraFormat.ONETRAINER: "OneTrainer",
-        LoraFormat.SIMPLETUNER: "SimpleTuner (LyCORIS)",
-        LoraFormat.XLABS: "XLabs",
-    }
-)
 
 # How keys begin that are not in diffusers' format, and what a file of another kind has in none.
 _STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(

@@ -7,9 +7,8 @@ embeddings are left out, which the log says. `kinds` says what the factors of Lo
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -38,18 +37,17 @@ _log = logging.getLogger(__name__)
 
 _EMBEDDINGS = "bundle_emb."  # OneTrainer: textual inversions that were trained with the LoRA
 _LISTED = 3
-_tokens = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedLora:
-    """A parsed LoRA file in host memory. `token` is unique to every file ever parsed."""
+    """A parsed LoRA file in host memory. Equal tokens mean equal content."""
 
     name: str
     format: LoraFormat
     factors: Mapping[ModuleRef, AnyFactor]
     nbytes: int
-    token: int = field(default_factory=lambda: next(_tokens))
+    token: Hashable = field(default_factory=object)
 
     @property
     def touches_text_encoder(self) -> bool:
