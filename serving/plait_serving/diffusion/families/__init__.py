@@ -35,16 +35,6 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.lora.container import Header, TensorInfo
     from plait_serving.diffusion.settings import EngineSettings, Host
 
-__all__ = [
-    "FAMILIES", "FamilyRow", "check_controlnet", "components", "family_row", "kind_of_controlnet", "load_controlnet",
-    "open_family", "row_of_file",
-]  # fmt: skip
-
-
-def _no_file(_: Mapping[str, TensorInfo]) -> str | None:
-    return None
-
-
 Convert: TypeAlias = "Callable[[Path, Header, Path | None], Callable[[Path], None]]"
 
 
@@ -62,7 +52,7 @@ class FamilyRow:
     load: Callable[[], type[Family]]
     denoiser: str
     kind: Callable[[Path], str]
-    kind_of_file: Callable[[Mapping[str, TensorInfo]], str | None] = _no_file
+    kind_of_file: Callable[[Mapping[str, TensorInfo]], str | None] = lambda _: None
     convert: Convert | None = None
 
 

@@ -67,7 +67,7 @@ class UNetDenoiser:
         them: their weights are brought into memory when torch is to run them. `tokens`: those of the bundle's
         tokenizers, if others use these as well.
         """
-        self.bundle = bundle
+        self.bundle, self.inpaints = bundle, bundle.inpaints
         self._unet = cast("Any", bundle.unet)
         self._fusion: Fusion | None = fuse_(bundle.unet) if is_gpu(bundle.device) else None
         self._exact = exact
@@ -94,14 +94,13 @@ class UNetDenoiser:
         self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.current, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
-        self._row_wise: CompiledHalves | None = None
         self._ran: CompiledHalves | None = None  # what the last `predict` ran on; None: torch
         self._factors = FactorStore(DENOISER)
         self._vae: PreparedProgram | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
         """Run steps through prepared programs from the next one on."""
-        self._halves, self._row_wise = halves, None
+        self._halves = halves
         self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
 
     def take_over(self, halves: CompiledHalves) -> None:
@@ -111,20 +110,9 @@ class UNetDenoiser:
         self.adopt(halves)
         self._weights.release()
 
-    def adopt_row_wise(self, halves: CompiledHalves) -> None:
-        """Offer these programs for calls whose LoRA sets are inputs; torch runs all others. Before the engine
-        starts."""
-        self._row_wise = halves
-        self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
-
     def adopt_vae(self, vae: PreparedProgram) -> None:
         """Decode through a prepared program from now on."""
         self._vae = vae
-
-    @property
-    def executor(self) -> str:
-        """What steps run on now: "compiled" or "torch"."""
-        return "torch" if self._compiled() is None else "compiled"
 
     @property
     def settled(self) -> bool:
@@ -137,8 +125,8 @@ class UNetDenoiser:
 
     def may_take(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether LoRA files could be inputs of a step now, although they can be merged, too."""
-        offered = self._row_wise is not None and self._exact() is not Exact.ALWAYS
-        return offered and all(map(self._factors.takes, weights))
+        offered = self._halves is not None and self._halves.offered
+        return offered and self._exact() is not Exact.ALWAYS and all(map(self._factors.takes, weights))
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """Return `(c, h, w)` of one image's latents; pixels are rounded down to whole latents, like in diffusers."""
@@ -156,11 +144,6 @@ class UNetDenoiser:
     def prepare(self, request: ImageRequest) -> Conditioning:
         """Encode the prompts at once, with the text encoders' current weights; for measuring."""
         return self._prompts.prepare(request)
-
-    @property
-    def inpaints(self) -> bool:
-        """Whether the UNet takes a mask and the latents of a masked image beside the sample."""
-        return self.bundle.inpaints
 
     def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
@@ -192,7 +175,7 @@ class UNetDenoiser:
         decoder half."""
         # Sets that are inputs were chosen by `takes` or `may_take`: they are not in the weights, whatever `exact` says
         # by now.
-        compiled = self._halves or self._row_wise if any(call.loras for call in calls) else self._compiled(calls)
+        compiled = self._halves if any(call.loras for call in calls) else self._compiled(calls)
         self._ran = compiled
         layout = BatchLayout.of([call.conditioning for call in calls])
         rows = Rows.of(calls, layout)
@@ -232,12 +215,12 @@ class UNetDenoiser:
 
     def _threads(self, compiled: CompiledHalves | None) -> AbstractContextManager[None]:
         """Return what surrounds the work on halves: programs of another library have the cores to themselves."""
-        return nullcontext() if compiled is None or compiled is self._row_wise else one_thread()
+        return nullcontext() if compiled is None or compiled.offered else one_thread()
 
     def _compiled(self, calls: Sequence[StepCall] = ()) -> CompiledHalves | None:
         """Return the programs if they may run these calls."""
         halves = self._halves
-        if halves is None or self._exact() is Exact.ALWAYS:
+        if halves is None or halves.offered or self._exact() is Exact.ALWAYS:
             return None
         return halves if halves.live or not any(call.merged for call in calls) else None
 

@@ -40,9 +40,7 @@ class EncoderOutput:
         """Add several ControlNets' residuals to a request's rows like `add`, in one pass over every skip."""
         count = sum(part.stop - part.start for part in rows)
         scales = torch.ones(len(parts), count, device=self.sample.device)  # scaled where they were computed
-        op: ResidualAddOp = load(
-            "residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts)
-        )  # fmt: skip
+        op: ResidualAddOp = load("residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts))
         for target, *residuals in zip((*self.skips, self.sample), *((*p.down, p.mid) for p in parts), strict=True):
             done = 0
             for part in _adjacent(rows):

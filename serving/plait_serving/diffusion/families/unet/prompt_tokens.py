@@ -108,17 +108,6 @@ class PromptTokens:
             return first
         return Tokens(chunks=(*first.chunks[:1], *second.chunks[1:]), words=max(first.words, second.words))
 
-    def _tokenize(self, text: str, syntax: PromptSyntax, param: str) -> Tokens:
-        if syntax is PromptSyntax.A1111:
-            return self._weighted(parse(text, param), param)
-        words = [self._words(tokenizer, [text], param)[0] for tokenizer in self._tokenizers]
-        return Tokens(
-            chunks=tuple(
-                tuple(chunks_of(tokenizer, ids)) for tokenizer, ids in zip(self._tokenizers, words, strict=True)
-            ),
-            words=max(map(len, words)),
-        )
-
     def _words(self, tokenizer: Any, texts: list[str], param: str) -> list[list[int]]:
         with self._one_call:
             if self._max_words is not None and sum(map(len, texts)) > (most_chars := _WORD_CHARS * self._max_words):
@@ -127,8 +116,9 @@ class PromptTokens:
                     raise RequestError(f"{found} tokens and more; at most {self._max_words} are read", param=param)
             return word_ids(tokenizer, texts)
 
-    def _weighted(self, spans: Sequence[Span], param: str) -> Tokens:
-        """Return the tokens of text with weights. A break fills the rest of its chunk: that counts as words."""
+    def _tokenize(self, text: str, syntax: PromptSyntax, param: str) -> Tokens:
+        """Return a text's tokens. A break fills the rest of its chunk: that counts as words."""
+        spans = parse(text, param) if syntax is PromptSyntax.A1111 else [Span(text, 1.0)]
         chunks = []
         words = 0
         for tokenizer in self._tokenizers:
@@ -149,13 +139,6 @@ def word_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Return the ids of the words of each text, by one call: calls cost more than words."""
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False).input_ids
     return ids
-
-
-def chunks_of(tokenizer: Any, words: Sequence[int]) -> list[Chunk]:
-    """Return every chunk of words, each `model_max_length` long with begin, end and padding; at least one."""
-    room = int(tokenizer.model_max_length) - 2
-    parts = [words[i : i + room] for i in range(0, max(len(words), 1), room)]
-    return [_chunk(tokenizer, [(word, 1.0) for word in part]) for part in parts]
 
 
 def _chunk(tokenizer: Any, words: _Words) -> Chunk:
