@@ -5,6 +5,7 @@ A set of several LoRAs is their factors side by side: A = [A1 | A2], B = [c1 B1;
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -41,23 +42,30 @@ _V = TypeVar("_V")
 
 
 class Kept(Generic[_V]):
-    """The latest values by key: so many at most, and so many bytes of all but the newest."""
+    """The latest values by key: so many at most, and so many bytes of all but the newest. Thread-safe: what is known
+    waits for nobody who makes another."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
+        self._lock = threading.Lock()
         self._found: OrderedDict[tuple[object, ...], tuple[_V, int]] = OrderedDict()
 
     def get(self, key: tuple[object, ...], make: Callable[[], tuple[_V, int]]) -> _V:
         """Return the value of a key; `make` returns it with its bytes."""
-        if key not in self._found:
+        with self._lock:
+            found = self._found.pop(key, None)
+            if found is not None:
+                self._found[key] = found
+                return found[0]
             while (
                 len(self._found) >= self._max_count or sum(size for _, size in self._found.values()) > self._max_bytes
             ):
                 self._found.popitem(last=False)
-            self._found[key] = make()
-        self._found.move_to_end(key)
-        return self._found[key][0]
+        found = make()
+        with self._lock:
+            self._found[key] = found
+        return found[0]
 
 
 class FactorStore:
