@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from plait_serving.diffusion.controlnet.placement import PlacementTrial, StepTimes, choose_placement
+from plait_serving.diffusion.controlnet.placement import PlacementTrial, StepTimes
 from plait_serving.diffusion.controlnet.rows import LaterResiduals
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
@@ -38,7 +38,7 @@ class _MovableSession(NamedTuple):
 
 
 class MovableControlNetClient(ControlNetClient):
-    """A `ControlNetClient`. `local` and `remote` make the two clients; None means that a place is not possible.
+    """A `ControlNetClient`. `local` and `remote` make the two clients; None: there is no service.
 
     With AUTO and both possible, sessions try both in turn, until steps alike have shown which is faster; then all go
     there, and later it is looked at again. While a service that was chosen has no replica, new sessions run here.
@@ -48,17 +48,16 @@ class MovableControlNetClient(ControlNetClient):
         self,
         name: str,
         *,
-        local: Callable[[], ControlNetClient] | None,
+        local: Callable[[], ControlNetClient],
         remote: Callable[[], ControlNetClient] | None,
         wanted: Callable[[], Placement],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self._factories = {Placement.LOCAL: local, Placement.REMOTE: remote}
+        self._local, self._remote = local, remote
         self._clients: dict[Placement, ControlNetClient] = {}
         self._wanted = wanted
-        is_open = None not in self._factories.values()
-        self._trial = PlacementTrial(clock) if is_open else None
+        self._trial = None if remote is None else PlacementTrial(clock)
         self._chosen: tuple[Placement, StepTimes | None, Placement] | None = None
         self._asked: set[Placement] = set()
         self._is_away = False
@@ -76,17 +75,27 @@ class MovableControlNetClient(ControlNetClient):
             return trial.next_place()
         if self._chosen is not None and self._chosen[:2] == (wanted, self.times):
             return self._chosen[2]
-        choice = choose_placement(
-            wanted,
-            local_possible=self._factories[Placement.LOCAL] is not None,
-            remote_possible=self._factories[Placement.REMOTE] is not None,
-            times=self.times,
-        )
-        _log.info("ControlNet %s runs %s: %s", self.name, choice.placement.value, choice.why)
-        self._chosen = (wanted, self.times, choice.placement)
-        if choice.placement is Placement.REMOTE:
+        place, why = self._choice(wanted)
+        _log.info("ControlNet %s runs %s: %s", self.name, place.value, why)
+        self._chosen = (wanted, self.times, place)
+        if place is Placement.REMOTE:
             self._clients.pop(Placement.LOCAL, None)  # its weights go with the last session that lives there
-        return choice.placement
+        return place
+
+    def _choice(self, wanted: Placement) -> tuple[Placement, str]:
+        """Return a place and why it is that: with AUTO the faster one, and as long as that is not known the one that
+        depends on no other process. What was chosen by name is never replaced by the other."""
+        if wanted is Placement.REMOTE and self._remote is None:
+            raise ControlNetUnavailable(f"controlnet_placement is {wanted.value}, which is not possible here")
+        if wanted is not Placement.AUTO:
+            return wanted, "as configured"
+        if self._remote is None:
+            return Placement.LOCAL, "nothing else is possible"
+        if self.times is None:
+            return Placement.LOCAL, "nothing was measured"
+        local_s, remote_s = self.times
+        faster = Placement.REMOTE if remote_s < local_s else Placement.LOCAL
+        return faster, f"steps took {local_s * 1e3:.1f} ms local, {remote_s * 1e3:.1f} ms remote"
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
         """Open a session at the place where new sessions go now; here, with AUTO, while the service is away. Steps that
@@ -96,8 +105,7 @@ class MovableControlNetClient(ControlNetClient):
         try:
             inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
         except ControlNetUnavailable as error:
-            here = self._factories[Placement.LOCAL] is not None
-            if place is not Placement.REMOTE or self._wanted() is not Placement.AUTO or not here:
+            if place is not Placement.REMOTE or self._wanted() is not Placement.AUTO:
                 raise
             if not self._is_away:
                 _log.warning("ControlNet %s runs here while its service is away: %s", self.name, error)
@@ -148,8 +156,6 @@ class MovableControlNetClient(ControlNetClient):
 
     def _client(self, placement: Placement) -> ControlNetClient:
         if placement not in self._clients:
-            factory = self._factories[placement]
-            if factory is None:
-                raise ControlNetUnavailable(f"ControlNet {self.name} cannot run {placement.value}")
-            self._clients[placement] = factory()
+            make = self._remote if placement is Placement.REMOTE and self._remote else self._local
+            self._clients[placement] = make()
         return self._clients[placement]

@@ -1,4 +1,4 @@
-"""Where a ControlNet runs: in the base replica's process or as a service. A pure choice by what steps cost.
+"""Where a ControlNet runs faster: in the base replica's process or as a service. A pure choice by what steps cost.
 
 Here the encoder half and the ControlNet run one after the other on the same device; a service runs beside the encoder
 half, at the price of the transfer and, on the same host, of the cores that the two take from each other. No formula
@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import Placement
 
 _FIRST_STEPS = 2
@@ -36,38 +35,6 @@ class StepTimes(NamedTuple):
 
     local_s: float
     remote_s: float
-
-
-class PlacementChoice(NamedTuple):
-    """LOCAL or REMOTE, and the reason, for the log."""
-
-    placement: Placement
-    why: str
-
-
-def choose_placement(
-    wanted: Placement, *, local_possible: bool, remote_possible: bool, times: StepTimes | None = None
-) -> PlacementChoice:
-    """Return LOCAL or REMOTE. AUTO takes the faster one; an explicit choice that cannot be met raises
-    `ControlNetUnavailable`.
-
-    AUTO without `times` prefers LOCAL, which depends on no other process.
-    """
-    possible = {Placement.LOCAL: local_possible, Placement.REMOTE: remote_possible}
-    if wanted is not Placement.AUTO:
-        if not possible[wanted]:
-            raise ControlNetUnavailable(f"controlnet_placement is {wanted.value}, which is not possible here")
-        return PlacementChoice(wanted, "as configured")
-    open_to = [placement for placement, can in possible.items() if can]
-    if not open_to:
-        raise ControlNetUnavailable("the ControlNet can run neither here nor as a service")
-    if len(open_to) == 1:
-        return PlacementChoice(open_to[0], "nothing else is possible")
-    if times is None:
-        return PlacementChoice(Placement.LOCAL, "nothing was measured")
-    faster = Placement.REMOTE if times.remote_s < times.local_s else Placement.LOCAL
-    why = f"steps took {times.local_s * 1e3:.1f} ms local, {times.remote_s * 1e3:.1f} ms remote"
-    return PlacementChoice(faster, why)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
@@ -55,8 +56,7 @@ class LoadedLora:
         return any(is_text(ref.component) for ref in self.factors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraPlan:
+class LoraPlan(NamedTuple):
     """The modules of a header with their keys, all matched, shapes checked. No tensor was read.
 
     `beyond` are keys of layers that only ComfyUI's text encoders have, `embeddings` the placeholders of those that are
@@ -65,9 +65,9 @@ class LoraPlan:
 
     format: LoraFormat
     parts: Mapping[ModuleRef, Mapping[TensorRole, str]]
+    rules: AlphaRules
     beyond: tuple[str, ...]
     embeddings: tuple[str, ...]
-    rules: AlphaRules
 
 
 def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_FILE_BYTES) -> LoadedLora:
@@ -121,13 +121,7 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     rules = config or AlphaRules.of(header.metadata)
     for ref, roles in parts.items():
         reading.check(ref, roles, header, targets.parameters[ref], rules)
-    return LoraPlan(
-        format=formats.pop(),
-        parts=parts,
-        rules=rules,
-        beyond=tuple(unknown),
-        embeddings=tuple(dict.fromkeys(bundled)),
-    )
+    return LoraPlan(formats.pop(), parts, rules, beyond=tuple(unknown), embeddings=tuple(dict.fromkeys(bundled)))
 
 
 def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: LoraTargets) -> None:
