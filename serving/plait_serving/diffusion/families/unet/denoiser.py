@@ -42,7 +42,7 @@ from plait_serving.diffusion.families.unet.vae import decode_latents, encode_ima
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
-from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, Residuals, StepCall
+from plait_serving.diffusion.protocols import EncodedImage, Encoding, Residuals, StepCall
 from plait_serving.diffusion.values import ImageRequest
 
 
@@ -140,10 +140,6 @@ class UNetDenoiser:
     def begin(self, request: ImageRequest) -> Encoding:
         """Return what encodes the prompts, with the weights that the text encoders have at each call."""
         return self._prompts.begin(request)
-
-    def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encode the prompts at once, with the text encoders' current weights; for measuring."""
-        return self._prompts.prepare(request)
 
     def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
