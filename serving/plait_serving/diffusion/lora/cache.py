@@ -48,20 +48,20 @@ Deliveries: TypeAlias = "list[tuple[Future[LoraLease], LoraLease | EngineError]]
 """What to deliver once the lock is released: callbacks of futures run code that is not ours."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CacheStatistics:
     """Counts since the start; `resident_bytes`, `resident`, `in_use` and `waiting_sets` are current values.
 
     A hit is a name that was in memory or loading when its set was admitted.
     """
 
-    hits: int
-    misses: int
-    evictions: int
-    resident_bytes: int
-    resident: int
-    in_use: int
-    waiting_sets: int
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    resident_bytes: int = 0
+    resident: int = 0
+    in_use: int = 0
+    waiting_sets: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +111,7 @@ class LoraCache:
         self._tickets = 0
         self._to_fetch: TurnQueue[Key] = TurnQueue()
         self._to_parse: TurnQueue[tuple[Key, Path, float]] = TurnQueue()
-        self._hits = self._misses = self._evictions = 0
+        self._counts = CacheStatistics()
         self._load_s = 0.0  # over all threads
         self._closed = False
         self._fetchers = ThreadPoolExecutor(threads, "plait-lora-fetch")
@@ -160,10 +160,8 @@ class LoraCache:
     def statistics(self) -> CacheStatistics:
         """Return a consistent snapshot."""
         with self._lock:
-            return CacheStatistics(
-                hits=self._hits,
-                misses=self._misses,
-                evictions=self._evictions,
+            return replace(
+                self._counts,
                 resident_bytes=sum(value.nbytes for value in self._values.values()),
                 resident=len(self._values),
                 in_use=sum(1 for key in self._values if self._policy.users(key)),
@@ -231,8 +229,8 @@ class LoraCache:
     def _admitted(self, ticket: int, admission: Admission, deliveries: Deliveries) -> None:
         entered = self._sets[ticket]
         self._evicted(admission.evicted)
-        self._misses += len(admission.to_load)
-        self._hits += len(entered.keys) - len(admission.to_load)
+        self._counts.misses += len(admission.to_load)
+        self._counts.hits += len(entered.keys) - len(admission.to_load)
         entered.missing = {key for key in entered.keys if not self._policy.is_loaded(key)}
         for key in admission.to_load:
             self._to_fetch.put(entered.tenant.name, key)
@@ -241,7 +239,7 @@ class LoraCache:
             self._complete(ticket, deliveries)
 
     def _admit_waiting(self, deliveries: Deliveries) -> None:
-        mean_s = self._load_s / max(1, self._misses)
+        mean_s = self._load_s / max(1, self._counts.misses)
         load_s = mean_s * max((len(waiting.keys) for waiting in self._sets.values()), default=0)
         self._policy.turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
         for ticket, admission in self._policy.admit_waiting():
@@ -259,7 +257,7 @@ class LoraCache:
     def _evicted(self, keys: Iterable[Key]) -> None:
         for key in keys:
             del self._values[key]
-            self._evictions += 1
+            self._counts.evictions += 1
 
     # ---- events ---------------------------------------------------------------------------------------------------
 

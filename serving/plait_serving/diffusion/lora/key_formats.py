@@ -15,26 +15,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Self
 
 
 class LoraFormat(Enum):
-    """A format; the value is its common name, `title` the one in messages."""
+    """A format; the value is its common name."""
 
-    PEFT = "peft", "PEFT (diffusers)"
-    KOHYA = "kohya", "kohya"
-    COMFYUI = "comfyui", "ComfyUI"
-    ONETRAINER = "onetrainer", "OneTrainer"
-    SIMPLETUNER = "simpletuner", "SimpleTuner (LyCORIS)"
-    XLABS = "xlabs", "XLabs"
+    PEFT = "peft"
+    KOHYA = "kohya"
+    COMFYUI = "comfyui"
+    ONETRAINER = "onetrainer"
+    SIMPLETUNER = "simpletuner"
+    XLABS = "xlabs"
 
-    title: str
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return _TITLES.get(self.value, self.value)
 
-    def __new__(cls, value: str, title: str) -> Self:
-        """Make a member of one value."""
-        form = object.__new__(cls)
-        form._value_, form.title = value, title
-        return form
+
+_TITLES = {
+    "peft": "PEFT (diffusers)",
+    "comfyui": "ComfyUI",
+    "onetrainer": "OneTrainer",
+    "simpletuner": "SimpleTuner (LyCORIS)",
+    "xlabs": "XLabs",
+}
 
 
 # How keys begin that are not in diffusers' format, and what a file of another kind has in none.

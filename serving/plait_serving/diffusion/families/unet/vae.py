@@ -34,11 +34,12 @@ def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgr
 def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
     """Scale latents to the VAE's input: SDXL's may have a mean and a deviation per channel."""
     config: Any = bundle.vae.config
+    factor = float(config.scaling_factor)
     if config.latents_mean is None:
-        return latents / config.scaling_factor
+        return latents / factor
     shape = (1, latents.shape[1], 1, 1)
     spread, centre = (latents.new_tensor(each).view(shape) for each in (config.latents_std, config.latents_mean))
-    return latents * spread / config.scaling_factor + centre
+    return latents * spread / factor + centre
 
 
 def encode_image(bundle: Bundle, pixels: torch.Tensor) -> EncodedImage:
