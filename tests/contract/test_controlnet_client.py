@@ -24,9 +24,9 @@ from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
-from plait_serving.diffusion.controlnet.wire import VERSION, Call, Open, open_message, step_message
+from plait_serving.diffusion.controlnet.wire import VERSION, Open, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError, ModelError, RequestError
-from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows, load_controlnet
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import (
     ControlCall,
@@ -51,7 +51,7 @@ class GatedRunner(ControlNetModelRunner):
         self.opened.set()
         self.batches: list[int] = []
 
-    def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
+    def residuals(self, blocks: Sequence[ControlCall]) -> list[Residuals]:
         self.batches.append(len(blocks))
         self.entered.set()
         if not self.opened.wait(WAIT_S):
@@ -191,11 +191,11 @@ class TestConformance:
         """A call in a closed or foreign session is its own error; its batch mates are answered."""
 
         class Foreign:
-            controlnet = "colors"
+            """Of another client."""
 
         good, bad = _ask(7), _ask(8)
         session, closed = good.open(client), bad.open(client)
-        assert session.controlnet == client.name == "edges"
+        assert client.name == "edges"
         client.close(closed)
         client.close(closed)
         client.close(Foreign())
@@ -385,7 +385,7 @@ def test_replica_of_another_controlnet_is_not_used(fleet: Fleet) -> None:
 
 
 def _waiting(service: ControlNetService) -> int:
-    return len(service._inbox.items)
+    return service._inbox.qsize()
 
 
 def test_base_replicas_share_forward_passes(fleet: Fleet, twin: Twin) -> None:
@@ -511,12 +511,12 @@ def test_client_that_reads_nothing_is_dropped_and_others_are_served(fleet: Fleet
     send_tensors(deaf, greeting("hello", VERSION, {}), {})
     request = Open(session=0, image=ask.image, conditioning=ask.conditioning, width=32, height=32)
     send_tensors(deaf, *open_message(request))
-    call = Call(session=0, sample=ask.sample, timestep=1.0, scale=1.0)
+    call = ControlCall(session=0, sample=ask.sample, timestep=ask.timestep, scale=1.0)
     client = fleet.client()
     session = ask.open(client)
     with pytest.raises(PeerLost):
         for seq in range(1000):
-            send_tensors(deaf, *step_message(seq, (call,)), timeout_s=WAIT_S)
+            send_tensors(deaf, *step_message(seq, [call]), timeout_s=WAIT_S)
     assert isinstance(_answers(client, ask, session)[0], Residuals)
     assert service.statistics().steps < 1000
 

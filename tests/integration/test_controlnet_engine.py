@@ -21,8 +21,9 @@ from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
-from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows, load_controlnet
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.protocols import ControlCall
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
 from support.denoise import control_image, make_request
@@ -127,7 +128,7 @@ def test_the_services_log_names_the_request(scene: Scene, log_file: LogFile, mon
     runner, told = scene.runner, logging.getLogger("plait_serving.test")
     run, embed = runner.try_residuals, runner.constants
 
-    def try_residuals(blocks: Sequence[ControlRows]) -> object:
+    def try_residuals(blocks: Sequence[ControlCall]) -> object:
         told.info("a step")
         return run(blocks)
 

@@ -21,7 +21,7 @@ from PIL import Image
 from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.families.unet.bundle import Bundle
-from plait_serving.diffusion.protocols import ActiveControl, ControlNetClient, Denoiser, StepCall
+from plait_serving.diffusion.protocols import ActiveControl, Conditioning, ControlNetClient, Denoiser, StepCall
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, Scheduler
 
 SCHEDULER_CLASSES = {
@@ -108,12 +108,20 @@ class DenoisingRequest:
         self.step += 1
 
 
+def prepared(encoder: Any, request: ImageRequest) -> Conditioning:
+    """The prompts, encoded at once by a denoiser or a `PromptEncoder`."""
+    encoding = encoder.begin(request)
+    while (found := encoding.advance()) is None:
+        pass
+    return found
+
+
 def start(
     bundle: Bundle, denoiser: Denoiser, request: ImageRequest, clients: Mapping[str, ControlNetClient] | None = None
 ) -> DenoisingRequest:
     """A request before its first step."""
     sampler = denoiser.sampler(request, request.seeds)
-    conditioning = denoiser.prepare(request)
+    conditioning = prepared(denoiser, request)
     controls = []
     for ref in request.controlnets:
         client = (clients or {})[ref.name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -78,20 +78,18 @@ class Residuals:
     mid: torch.Tensor
 
 
-class ControlSession(Protocol):
-    """A request's constants at a ControlNet (embedded control image, text). Opaque to the denoiser."""
-
-    @property
-    def controlnet(self) -> str:
-        """The ControlNet's name."""
+ControlSession: TypeAlias = Any
+"""A request's constants at a ControlNet (embedded control image, text). Opaque to the denoiser."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlCall:
-    """One request's question to one ControlNet in one step. `sample (R, c, h, w)` is scaled by the sampler.
+    """One request's question to one ControlNet in one step. `sample (R, c, h, w)` is scaled by the sampler; `timestep`
+    is 0-dim.
 
-    `exact`: the answer has the bits of diffusers' own modules over the rows it was computed with (more than these,
-    if the ControlNet serves several engines); otherwise it may differ by rounding.
+    `session` is what `open` returned; between processes its number, and for who computes its `Constants`. `exact`: the
+    answer has the bits of diffusers' own modules over the rows it was computed with (more than these, if the ControlNet
+    serves several engines); otherwise it may differ by rounding.
     """
 
     session: ControlSession
@@ -112,9 +110,8 @@ class PendingResiduals(Protocol):
 class ControlNetClient(Protocol):
     """One ControlNet, wherever it runs. All methods are called only from the engine's compute thread."""
 
-    @property
-    def name(self) -> str:
-        """The ControlNet's name."""
+    name: str
+    """The ControlNet's name."""
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
         """Hand over what stays constant; the control image is embedded once, here. Raises `ControlNetUnavailable`."""

@@ -6,6 +6,7 @@ Shapes: H, W are pixels; h, w latents; a request has `n` images (rows). Images a
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, TypeAlias
@@ -95,7 +96,7 @@ class LoraRef:
 
     name: str
     scale: Annotated[float, RequestField(type=SCALE)] = 1.0
-    file: int = 0
+    file: Hashable = 0
 
 
 LoraSet: TypeAlias = tuple[LoraRef, ...]

@@ -13,13 +13,7 @@ from torch import nn
 
 from plait_serving.diffusion.errors import EngineError, RequestError
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.families.rows import (
-    BatchLayout,
-    guided_outputs,
-    stack_conditionings,
-    stack_samples,
-    stack_timesteps,
-)
+from plait_serving.diffusion.families.rows import BatchLayout, Rows, guided_outputs
 from plait_serving.diffusion.loading import load_module, outline_module
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
@@ -158,8 +152,8 @@ class BlocksDenoiser:
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Mix all rows at once."""
         layout = BatchLayout.of([call.conditioning for call in calls])
-        text = stack_conditionings([call.conditioning.text for call in calls], layout)
-        output = self._mixer(stack_samples(calls, layout), stack_timesteps(calls, layout), text)
+        rows = Rows.of(calls, layout)
+        output = self._mixer(rows.sample, rows.timesteps, rows.text)
         return guided_outputs(output, layout, [call.request.guidance_scale for call in calls])
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from plait_serving.diffusion.controlnet.placement import PlacementTrial, StepTimes, choose_placement
+from plait_serving.diffusion.controlnet.placement import PlacementTrial, StepTimes
+from plait_serving.diffusion.controlnet.rows import LaterResiduals
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import (
@@ -27,17 +30,15 @@ from plait_serving.diffusion.values import RgbImage
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _MovableSession:
+class _MovableSession(NamedTuple):
     """A session and the client that it belongs to."""
 
-    controlnet: str
     client: ControlNetClient
     inner: ControlSession
 
 
 class MovableControlNetClient(ControlNetClient):
-    """A `ControlNetClient`. `local` and `remote` make the two clients; None means that a place is not possible.
+    """A `ControlNetClient`. `local` and `remote` make the two clients; None: there is no service.
 
     With AUTO and both possible, sessions try both in turn, until steps alike have shown which is faster; then all go
     there, and later it is looked at again. While a service that was chosen has no replica, new sessions run here.
@@ -47,25 +48,19 @@ class MovableControlNetClient(ControlNetClient):
         self,
         name: str,
         *,
-        local: Callable[[], ControlNetClient] | None,
+        local: Callable[[], ControlNetClient],
         remote: Callable[[], ControlNetClient] | None,
         wanted: Callable[[], Placement],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name = name
-        self._factories = {Placement.LOCAL: local, Placement.REMOTE: remote}
+        self.name = name
+        self._local, self._remote = local, remote
         self._clients: dict[Placement, ControlNetClient] = {}
         self._wanted = wanted
-        is_open = None not in self._factories.values()
-        self._trial = PlacementTrial(clock) if is_open else None
+        self._trial = None if remote is None else PlacementTrial(clock)
         self._chosen: tuple[Placement, StepTimes | None, Placement] | None = None
         self._asked: set[Placement] = set()
         self._is_away = False
-
-    @property
-    def name(self) -> str:
-        """The ControlNet's name."""
-        return self._name
 
     @property
     def times(self) -> StepTimes | None:
@@ -80,44 +75,68 @@ class MovableControlNetClient(ControlNetClient):
             return trial.next_place()
         if self._chosen is not None and self._chosen[:2] == (wanted, self.times):
             return self._chosen[2]
-        choice = choose_placement(
-            wanted,
-            local_possible=self._factories[Placement.LOCAL] is not None,
-            remote_possible=self._factories[Placement.REMOTE] is not None,
-            times=self.times,
-        )
-        _log.info("ControlNet %s runs %s: %s", self._name, choice.placement.value, choice.why)
-        self._chosen = (wanted, self.times, choice.placement)
-        if choice.placement is Placement.REMOTE:
+        place, why = self._choice(wanted)
+        _log.info("ControlNet %s runs %s: %s", self.name, place.value, why)
+        self._chosen = (wanted, self.times, place)
+        if place is Placement.REMOTE:
             self._clients.pop(Placement.LOCAL, None)  # its weights go with the last session that lives there
-        return choice.placement
+        return place
+
+    def _choice(self, wanted: Placement) -> tuple[Placement, str]:
+        """Return a place and why it is that: with AUTO the faster one, and as long as that is not known the one that
+        depends on no other process. What was chosen by name is never replaced by the other."""
+        if wanted is Placement.REMOTE and self._remote is None:
+            raise ControlNetUnavailable(f"controlnet_placement is {wanted.value}, which is not possible here")
+        if wanted is not Placement.AUTO:
+            return wanted, "as configured"
+        if self._remote is None:
+            return Placement.LOCAL, "nothing else is possible"
+        if self.times is None:
+            return Placement.LOCAL, "nothing was measured"
+        local_s, remote_s = self.times
+        faster = Placement.REMOTE if remote_s < local_s else Placement.LOCAL
+        return faster, f"steps took {local_s * 1e3:.1f} ms local, {remote_s * 1e3:.1f} ms remote"
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
-        """Open a session at the place where new sessions go now."""
+        """Open a session at the place where new sessions go now; here, with AUTO, while the service is away. Steps that
+        were in flight do not move here: one of them may be what ended the service."""
         place = self.place()
         client = self._client(place)
         try:
             inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
         except ControlNetUnavailable as error:
-            if place is not Placement.REMOTE or not self._can_stand_in():
+            if place is not Placement.REMOTE or self._wanted() is not Placement.AUTO:
                 raise
-            client = self._stand_in(error)
+            if not self._is_away:
+                _log.warning("ControlNet %s runs here while its service is away: %s", self.name, error)
+            self._is_away = True
+            client = self._client(Placement.LOCAL)
             inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
         else:
-            self._back_at(place)
+            if self._is_away and place is Placement.REMOTE:
+                _log.info("ControlNet %s: its service is back", self.name)
+                self._is_away = False
+                if self._trial is None or self._trial.is_over:
+                    self._clients.pop(Placement.LOCAL, None)
         if self._trial is not None:
             self._trial.opened(place)
-        return _MovableSession(controlnet=self._name, client=client, inner=inner)
+        return _MovableSession(client, inner)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """Start each call at the place of its session."""
-        groups: dict[int, tuple[ControlNetClient, list[int]]] = {}
+        groups: dict[ControlNetClient, dict[int, ControlCall]] = defaultdict(dict)
         for i, call in enumerate(calls):
-            if isinstance(call.session, _MovableSession) and call.session.controlnet == self._name:
-                groups.setdefault(id(call.session.client), (call.session.client, []))[1].append(i)
-        self._asked.update(place for place, client in self._clients.items() if id(client) in groups)
-        parts = [(indices, client.start([_inner(calls[i]) for i in indices])) for client, indices in groups.values()]
-        return _PendingParts(len(calls), parts)
+            if isinstance(call.session, _MovableSession):
+                groups[call.session.client][i] = replace(call, session=call.session.inner)
+        self._asked.update(place for place, client in self._clients.items() if client in groups)
+        parts = [(list(group), client.start(list(group.values()))) for client, group in groups.items()]
+        foreign = ControlNetUnavailable("the session belongs to another ControlNet")
+
+        def answers() -> list[Residuals | EngineError]:
+            found = {i: answer for part, asked in parts for i, answer in zip(part, asked.wait(), strict=True)}
+            return [found.get(i, foreign) for i in range(len(calls))]
+
+        return LaterResiduals(answers)
 
     def stepped(self, kind: Hashable, seconds: float | None) -> None:
         """Take what a step has cost, if one place alone was asked in it."""
@@ -137,47 +156,6 @@ class MovableControlNetClient(ControlNetClient):
 
     def _client(self, placement: Placement) -> ControlNetClient:
         if placement not in self._clients:
-            factory = self._factories[placement]
-            if factory is None:
-                raise ControlNetUnavailable(f"ControlNet {self._name} cannot run {placement.value}")
-            self._clients[placement] = factory()
+            make = self._remote if placement is Placement.REMOTE and self._remote else self._local
+            self._clients[placement] = make()
         return self._clients[placement]
-
-    def _can_stand_in(self) -> bool:
-        """Whether sessions may run here while the service is away. Steps that were in flight do not move here: one of
-        them may be what ended the service."""
-        return self._wanted() is Placement.AUTO and self._factories[Placement.LOCAL] is not None
-
-    def _stand_in(self, error: ControlNetUnavailable) -> ControlNetClient:
-        if not self._is_away:
-            _log.warning("ControlNet %s runs here while its service is away: %s", self._name, error)
-        self._is_away = True
-        return self._client(Placement.LOCAL)
-
-    def _back_at(self, place: Placement) -> None:
-        """Let go of what stood in for the service."""
-        if self._is_away and place is Placement.REMOTE:
-            _log.info("ControlNet %s: its service is back", self._name)
-            self._is_away = False
-            if self._trial is None or self._trial.is_over:
-                self._clients.pop(Placement.LOCAL, None)
-
-
-class _PendingParts(PendingResiduals):
-    """Answers from up to two places, put back into call order."""
-
-    def __init__(self, calls: int, parts: list[tuple[list[int], PendingResiduals]]) -> None:
-        self._calls = calls
-        self._parts = parts
-
-    def wait(self) -> list[Residuals | EngineError]:
-        answers: dict[int, Residuals | EngineError] = {}
-        for indices, pending in self._parts:
-            answers.update(zip(indices, pending.wait(), strict=True))
-        unavailable = ControlNetUnavailable("the session belongs to another ControlNet")
-        return [answers.get(i, unavailable) for i in range(self._calls)]
-
-
-def _inner(call: ControlCall) -> ControlCall:
-    assert isinstance(call.session, _MovableSession)
-    return replace(call, session=call.session.inner)

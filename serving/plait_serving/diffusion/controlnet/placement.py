@@ -1,4 +1,4 @@
-"""Where a ControlNet runs: in the base replica's process or as a service. A pure choice by what steps cost.
+"""Where a ControlNet runs faster: in the base replica's process or as a service. A pure choice by what steps cost.
 
 Here the encoder half and the ControlNet run one after the other on the same device; a service runs beside the encoder
 half, at the price of the transfer and, on the same host, of the cores that the two take from each other. No formula
@@ -13,8 +13,8 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import Placement
 
 _FIRST_STEPS = 2
@@ -30,46 +30,11 @@ _LOOK_AGAIN_S = 1800.0
 few hundred requests two are then slower."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """The seconds of steps alike: with the ControlNet here, and as a service."""
 
     local_s: float
     remote_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementChoice:
-    """LOCAL or REMOTE, and the reason, for the log."""
-
-    placement: Placement
-    why: str
-
-
-def choose_placement(
-    wanted: Placement, *, local_possible: bool, remote_possible: bool, times: StepTimes | None = None
-) -> PlacementChoice:
-    """Return LOCAL or REMOTE. AUTO takes the faster one; an explicit choice that cannot be met raises
-    `ControlNetUnavailable`.
-
-    AUTO without `times` prefers LOCAL, which depends on no other process.
-    """
-    possible = {Placement.LOCAL: local_possible, Placement.REMOTE: remote_possible}
-    if wanted is not Placement.AUTO:
-        if not possible[wanted]:
-            raise ControlNetUnavailable(f"controlnet_placement is {wanted.value}, which is not possible here")
-        return PlacementChoice(placement=wanted, why="as configured")
-    open_to = [placement for placement, can in possible.items() if can]
-    if not open_to:
-        raise ControlNetUnavailable("the ControlNet can run neither here nor as a service")
-    if len(open_to) == 1:
-        return PlacementChoice(placement=open_to[0], why="nothing else is possible")
-    if times is None:
-        return PlacementChoice(placement=Placement.LOCAL, why="nothing was measured")
-    faster = Placement.REMOTE if times.remote_s < times.local_s else Placement.LOCAL
-    return PlacementChoice(
-        placement=faster, why=f"steps took {times.local_s * 1e3:.1f} ms local, {times.remote_s * 1e3:.1f} ms remote"
-    )
 
 
 @dataclass(slots=True)
@@ -132,9 +97,9 @@ class PlacementTrial:
         if local_s is None or remote_s is None:
             return
         if self.times is None:
-            self.times, self._kind, self._decided_s = StepTimes(local_s=local_s, remote_s=remote_s), kind, self._clock()
+            self.times, self._kind, self._decided_s = StepTimes(local_s, remote_s), kind, self._clock()
         elif kind == self._kind:
-            now_s, then_s = min(local_s, remote_s), min(self.times.local_s, self.times.remote_s)
+            now_s, then_s = min(local_s, remote_s), min(self.times)
             chosen = Placement.LOCAL if self.times.local_s <= self.times.remote_s else Placement.REMOTE
             if place is chosen and now_s > _SLOWER * then_s:
                 self._begin()

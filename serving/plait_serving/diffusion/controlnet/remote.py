@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -65,27 +66,21 @@ class _Losses:
             self.hung.add(error.replica)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class RemoteSession:
     """A request's constants, kept here. `opened_on` is the connection that has them."""
 
-    controlnet: str
     constants: wire.Open
     opened_on: _Connection | None = None
-    closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step message in flight, with the calls at `indices`.
-
-    `answers` is set before `ready`; it stays None if the connection was lost first.
-    """
+    """A step message in flight, with the calls at `indices`; its answers are cancelled if the connection is lost."""
 
     connection: _Connection
     indices: list[int]
-    ready: threading.Event = field(default_factory=threading.Event)
-    answers: tuple[wire.Answer, ...] | None = None
+    answers: Future[tuple[wire.Answer, ...]] = field(default_factory=Future)
 
 
 _Connection: TypeAlias = Connection[_Step]
@@ -109,7 +104,8 @@ class RemoteControlNetClient(ControlNetClient):
         backoff: Backoff = _BACKOFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name = name
+        self.name = name
+        self._open: set[RemoteSession] = set()
         self._worth_moving = worth_moving
         self._answer_timeout_s = answer_timeout_s
         self._clock = clock
@@ -126,14 +122,9 @@ class RemoteControlNetClient(ControlNetClient):
             hello={},
             on_welcome=self._on_welcome,
             on_message=_deliver,
-            on_lost=lambda _, steps, __: _wake(steps),
+            on_lost=lambda _, steps, __: _cancel(steps),
             send_timeout_s=answer_timeout_s,
         )
-
-    @property
-    def name(self) -> str:
-        """The ControlNet's name."""
-        return self._name
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
         """Keep the constants and send them to a replica. Also raises `RequestError`; refusals by the service show in
@@ -143,7 +134,7 @@ class RemoteControlNetClient(ControlNetClient):
             session=self._next_session, image=image, conditioning=conditioning, width=width, height=height,
             request=", ".join(requests_at_hand()),
         )  # fmt: skip
-        session = RemoteSession(controlnet=self._name, constants=constants)
+        session = RemoteSession(constants)
         self._next_session += 1
         self._move_if_worth_it()
         losses = _Losses()
@@ -151,25 +142,26 @@ class RemoteControlNetClient(ControlNetClient):
             connection = self._connected(losses)
             try:
                 self._open_on(connection, session)
+                self._open.add(session)
                 return session
             except ConnectionLost as error:
                 self._drop(connection, error, losses)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """Send the calls to a replica, opening their sessions there first if necessary."""
-        pending = _Pending(self, tuple(calls))
+        closed = ControlNetUnavailable("the session was closed, or belongs to another ControlNet")
+        pending = _Pending(self, calls, {i: closed for i, call in enumerate(calls) if call.session not in self._open})
         pending.ask()
         return pending
 
     def close(self, session: ControlSession) -> None:
         """Close the session, also at the replica that has it."""
-        if not isinstance(session, RemoteSession) or session.closed:
+        if session not in self._open:
             return
-        session.closed = True
-        connection, session.opened_on = session.opened_on, None
-        if connection is not None:
+        self._open.discard(session)
+        if session.opened_on is not None:
             with suppress(ConnectionLost):
-                connection.send(bare(wire.close_header(session.constants.session)))
+                session.opened_on.send(bare({"op": "close", "session": session.constants.session}))
 
     def shutdown(self) -> None:
         """Close the connection."""
@@ -187,8 +179,8 @@ class RemoteControlNetClient(ControlNetClient):
         try:
             for part in _messages(calls, indices):
                 for i in part:
-                    self._open_on(connection, _remote(calls[i].session))
-                steps.append(self._call(connection, part, tuple(_wire_call(calls[i]) for i in part)))
+                    self._open_on(connection, calls[i].session)
+                steps.append(self._call(connection, part, [calls[i] for i in part]))
         except ConnectionLost as error:
             self._drop(connection, error, losses)
             raise
@@ -198,13 +190,14 @@ class RemoteControlNetClient(ControlNetClient):
         """Wait for a step's answers and return them by call. Raises `ConnectionLost` after recording it in `losses`; a
         replica that takes too long counts as lost."""
         connection, timeout_s = step.connection, self._answer_timeout_s
-        hung = not step.ready.wait(timeout_s)
-        if step.answers is not None:
-            return dict(zip(step.indices, step.answers, strict=True))
-        why = f"no answer within {timeout_s:g} s" if hung else connection.why_down
-        error = ConnectionLost(connection.replica, why, hung=hung)
-        self._drop(connection, error, losses)
-        raise error
+        try:
+            return dict(zip(step.indices, step.answers.result(timeout_s), strict=True))
+        except (TimeoutError, CancelledError) as none:
+            hung = isinstance(none, TimeoutError)
+            why = f"no answer within {timeout_s:g} s" if hung else connection.why_down
+            error = ConnectionLost(connection.replica, why, hung=hung)
+            self._drop(connection, error, losses)
+            raise error from None
 
     def _open_on(self, connection: _Connection, session: RemoteSession) -> None:
         """Send the session's constants unless this connection already has them. Raises `ConnectionLost`."""
@@ -213,9 +206,10 @@ class RemoteControlNetClient(ControlNetClient):
             connection.send(lambda pool: self._pack(connection, pool, message))
             session.opened_on = connection
 
-    def _call(self, connection: _Connection, indices: list[int], calls: tuple[wire.Call, ...]) -> _Step:
+    def _call(self, connection: _Connection, indices: list[int], calls: Sequence[ControlCall]) -> _Step:
         step = _Step(connection, indices)
-        connection.call(step, lambda seq, pool: self._pack(connection, pool, wire.step_message(seq, calls)))
+        numbered = [replace(call, session=call.session.constants.session) for call in calls]
+        connection.call(step, lambda seq, pool: self._pack(connection, pool, wire.step_message(seq, numbered)))
         return step
 
     def _pack(self, connection: _Connection, pool: Pool, message: tuple[Header, wire.Tensors]) -> Packed:
@@ -239,8 +233,8 @@ class RemoteControlNetClient(ControlNetClient):
                 self._outages.lost()
                 pause_s = self._backoff.wait_s(self._failures)
                 self._closed_until_s = self._clock() + pause_s
-                _log.warning("ControlNet %s: no replica answers; next try in %.1f s: %s", self._name, pause_s, error)
-        message = f"no replica of ControlNet {self._name} answers"  # the log has why
+                _log.warning("ControlNet %s: no replica answers; next try in %.1f s: %s", self.name, pause_s, error)
+        message = f"no replica of ControlNet {self.name} answers"  # the log has why
         raise ControlNetUnavailable(message, retry_after_s=self._outages.back_in_s())
 
     def _connected_anew(self, losses: _Losses) -> _Connection:
@@ -248,7 +242,7 @@ class RemoteControlNetClient(ControlNetClient):
             try:
                 self._current = self._greeted(self._link(losses))
             except ConnectionLost as error:
-                _log.warning("ControlNet %s: replica %s: %s", self._name, error.replica, error)
+                _log.warning("ControlNet %s: replica %s: %s", self.name, error.replica, error)
                 losses.add(error)
             else:
                 self._failures = 0
@@ -269,12 +263,12 @@ class RemoteControlNetClient(ControlNetClient):
         connection = Connection(self._protocol)
         connection.attach(link)
         self._outages.expect(link.start_s)
-        threading.Thread(target=connection.read, name=f"ControlNet {self._name} answers", daemon=True).start()
+        threading.Thread(target=connection.read, name=f"ControlNet {self.name} answers", daemon=True).start()
         return connection
 
     def _drop(self, connection: _Connection, error: ConnectionLost, losses: _Losses) -> None:
         """Record that a connection was lost; the next step opens another one."""
-        _log.warning("ControlNet %s: replica %s: %s", self._name, error.replica, error)
+        _log.warning("ControlNet %s: replica %s: %s", self.name, error.replica, error)
         losses.add(error)
         self._outages.lost()
         connection.close()
@@ -291,31 +285,29 @@ class RemoteControlNetClient(ControlNetClient):
             if not self._worth_moving(current.replica):
                 return
             self._current = self._greeted(self._connect(frozenset({current.replica})))
-            _log.info("ControlNet %s moves from %s to %s", self._name, current.replica, self._current.replica)
+            _log.info("ControlNet %s moves from %s to %s", self.name, current.replica, self._current.replica)
             current.close()
         except (ConnectionLost, NoReplica, FabricError) as error:
-            _log.info("ControlNet %s stays at replica %s: %s", self._name, current.replica, error)
+            _log.info("ControlNet %s stays at replica %s: %s", self.name, current.replica, error)
 
     def _on_welcome(self, _: _Connection, payload: Header) -> None:
         name = wire.parse_welcome(payload)
-        if name != self._name:
-            raise WireError(f"it serves ControlNet {name!r}, not {self._name!r}")
+        if name != self.name:
+            raise WireError(f"it serves ControlNet {name!r}, not {self.name!r}")
 
 
 class _Pending(PendingResiduals):
-    """One batch of calls, across as many replicas as necessary."""
+    """One batch of calls, across as many replicas as necessary. `answers`: those that are known, by call."""
 
-    def __init__(self, client: RemoteControlNetClient, calls: tuple[ControlCall, ...]) -> None:
+    def __init__(
+        self, client: RemoteControlNetClient, calls: Sequence[ControlCall], answers: dict[int, wire.Answer]
+    ) -> None:
         self._client = client
         self._calls = calls
-        self._answers: dict[int, Residuals | EngineError] = {}
+        self._answers = answers
         self._reopened: set[int] = set()
         self._losses = _Losses()
         self._steps: list[_Step] = []
-        for i, call in enumerate(calls):
-            session = call.session
-            if not isinstance(session, RemoteSession) or session.closed or session.controlnet != client.name:
-                self._answers[i] = ControlNetUnavailable("the session was closed, or belongs to another ControlNet")
 
     def ask(self) -> None:
         """Send the calls without an answer, if a replica is available."""
@@ -346,38 +338,31 @@ class _Pending(PendingResiduals):
         for i, answer in answers.items():
             if isinstance(answer, Residuals):
                 self._answers[i] = _like(answer, self._calls[i].sample)
-            elif answer[0] == wire.UNKNOWN_SESSION and i not in self._reopened:
+            elif not isinstance(answer, wire.UnknownSession):
+                self._answers[i] = type(answer)(f"ControlNet {self._client.name}: {answer.message}")
+            elif i not in self._reopened:
                 self._reopened.add(i)
-                _remote(self._calls[i].session).opened_on = None
+                self._calls[i].session.opened_on = None
             else:
-                self._answers[i] = self._error(*answer)
-
-    def _error(self, code: str, message: str) -> EngineError:
-        if code == wire.UNKNOWN_SESSION:
-            return ControlNetUnavailable(f"ControlNet {self._client.name} has no room for the sessions of this step")
-        return wire.error_of(code, f"ControlNet {self._client.name}: {message}")
+                why = f"ControlNet {self._client.name} has no room for the sessions of this step"
+                self._answers[i] = ControlNetUnavailable(why)
 
 
 def _deliver(connection: _Connection, message: Message) -> None:
     """Copy the answer out of the channel's memory. Raises `WireError` if it matches no open step."""
     with tensors_of(message) as arrived:
-        reply = wire.parse_reply(arrived.header, {name: tensor.clone() for name, tensor in arrived.tensors.items()})
-    step = connection.take(reply.seq)
-    if step is None or len(step.indices) != len(reply.answers):
-        _wake([] if step is None else [step])
-        raise WireError(f"an answer to step {reply.seq}, which was not asked like that")
-    step.answers = reply.answers
-    step.ready.set()
+        copied = {name: tensor.clone() for name, tensor in arrived.tensors.items()}
+        seq, answers = wire.parse_reply(arrived.header, copied)
+    step = connection.take(seq)
+    if step is None or len(step.indices) != len(answers):
+        _cancel([] if step is None else [step])
+        raise WireError(f"an answer to step {seq}, which was not asked like that")
+    step.answers.set_result(answers)
 
 
-def _wake(lost: Sequence[_Step]) -> None:
+def _cancel(lost: Sequence[_Step]) -> None:
     for step in lost:
-        step.ready.set()
-
-
-def _remote(session: ControlSession) -> RemoteSession:
-    assert isinstance(session, RemoteSession)
-    return session
+        step.answers.cancel()
 
 
 def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list[int]]:
@@ -387,16 +372,6 @@ def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list
         sample = calls[i].sample
         groups.setdefault((sample.shape[1:], sample.dtype), []).append(i)
     return [group[at : at + wire.MAX_CALLS] for group in groups.values() for at in range(0, len(group), wire.MAX_CALLS)]
-
-
-def _wire_call(call: ControlCall) -> wire.Call:
-    return wire.Call(
-        session=_remote(call.session).constants.session,
-        sample=call.sample,
-        timestep=float(call.timestep),
-        scale=float(call.scale),
-        exact=call.exact,
-    )
 
 
 def _like(residuals: Residuals, sample: torch.Tensor) -> Residuals:

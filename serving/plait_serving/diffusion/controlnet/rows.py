@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from plait_serving.diffusion.errors import EngineError, RequestError
-from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.protocols import Conditioning, ControlCall, PendingResiduals, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 
@@ -29,34 +30,40 @@ class Constants:
         return int(self.conditioning.text.shape[0]) * self.conditioning.n
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ControlRows:
-    """One request's rows in one step: `sample (R, c, h, w)`, 0-dim `timestep`; `exact` as in `ControlCall`."""
-
-    constants: Constants
-    sample: torch.Tensor
-    timestep: torch.Tensor
-    scale: float
-    exact: bool = True
-
-    @property
-    def key(self) -> Hashable:
-        """A key; blocks with equal keys can share one forward pass."""
-        text, added = self.constants.conditioning.text, self.constants.conditioning.added
-        shapes = tuple(sorted((name, tuple(value.shape[1:]), value.dtype) for name, value in added.items()))
-        return tuple(self.sample.shape[1:]), self.sample.dtype, tuple(text.shape[1:]), text.dtype, shapes
-
-
 class ControlNetRunner(Protocol):
-    """What a family makes of a ControlNet's folder. One thread owns it."""
+    """What a family makes of a ControlNet's folder. One thread owns it. It is asked in `Constants` as sessions."""
 
     dtype: torch.dtype
 
     def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
         """Return what a request's steps share, on the ControlNet's device. Raises `RequestError`, `ModelError`."""
 
-    def try_residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals | EngineError]:
-        """Compute residuals for blocks of any key without raising: a failure affects its own block only."""
+    def try_residuals(self, calls: Sequence[ControlCall]) -> list[Residuals | EngineError]:
+        """Compute residuals for calls of any key without raising: a failure affects its own call only."""
+
+
+class LaterResiduals(PendingResiduals):
+    """Answers that `compute` makes when they are first awaited."""
+
+    def __init__(self, compute: Callable[[], list[Residuals | EngineError]]) -> None:
+        self._compute = functools.cache(compute)
+
+    def wait(self) -> list[Residuals | EngineError]:
+        """Return the answers."""
+        return self._compute()
+
+
+def answers_to(runner: ControlNetRunner, calls: Sequence[ControlCall | EngineError]) -> list[Residuals | EngineError]:
+    """Return the answers to calls, of which some have failed already."""
+    computed = iter(runner.try_residuals([call for call in calls if isinstance(call, ControlCall)]))
+    return [next(computed) if isinstance(call, ControlCall) else call for call in calls]
+
+
+def batch_key(call: ControlCall) -> Hashable:
+    """Return a key; calls with equal keys can share one forward pass."""
+    text, added = call.session.conditioning.text, call.session.conditioning.added
+    shapes = tuple(sorted((name, tuple(value.shape[1:]), value.dtype) for name, value in added.items()))
+    return tuple(call.sample.shape[1:]), call.sample.dtype, tuple(text.shape[1:]), text.dtype, shapes
 
 
 def check_image(image: RgbImage) -> None:

@@ -11,10 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
+from itertools import islice
+from queue import Empty, SimpleQueue
 
 from plait_disagg.request_log import work_for
 from plait_fabric import Listener, Message
@@ -25,23 +26,21 @@ from plait_kernels.device_errors import is_device_lost
 from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads
-from plait_serving.diffusion.controlnet.rows import ControlNetRunner, ControlRows
+from plait_serving.diffusion.controlnet.rows import ControlNetRunner, answers_to, batch_key
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (
-    UNKNOWN_SESSION,
     VERSION,
-    Call,
+    Answer,
     Close,
     Open,
-    Reply,
     Request,
     Step,
+    UnknownSession,
     parse_request,
     reply_message,
-    welcome_payload,
 )
 from plait_serving.diffusion.errors import EngineError, ModelError
-from plait_serving.diffusion.protocols import Residuals
+from plait_serving.diffusion.protocols import ControlCall
 
 _log = logging.getLogger(__name__)
 
@@ -83,47 +82,23 @@ class ServiceStatistics:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
-    """One step message. `blocks` holds, by call, the rows of the calls that can be computed."""
+    """One step message: its calls with the constants of their sessions, or why they cannot be computed."""
 
     peer: Peer
     seq: int
-    answers: list[Residuals | tuple[str, str] | None]
-    blocks: dict[int, ControlRows]
+    calls: list[ControlCall | EngineError]
+
+    @property
+    def computed(self) -> list[ControlCall]:
+        return [call for call in self.calls if isinstance(call, ControlCall)]
 
     @property
     def keys(self) -> frozenset[Hashable]:
-        return frozenset(block.key for block in self.blocks.values())
+        return frozenset(map(batch_key, self.computed))
 
     @property
     def rows(self) -> int:
-        return sum(block.constants.rows for block in self.blocks.values())
-
-
-@dataclass(slots=True, eq=False)
-class _Inbox:
-    """What the peers' threads hand to the compute thread. An entry without a request means that the peer has left."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    items: deque[tuple[Peer, Request | None]] = field(default_factory=deque)
-    stopping: bool = False
-
-    def put(self, peer: Peer, request: Request | None) -> None:
-        with self.changed:
-            self.items.append((peer, request))
-            self.changed.notify()
-
-    def take(self, wait_s: float) -> list[tuple[Peer, Request | None]]:
-        """Return everything in the inbox, after waiting at most `wait_s` for something."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.items or self.stopping, wait_s)
-            taken = list(self.items)
-            self.items.clear()
-            return taken
-
-    def stop(self) -> None:
-        with self.changed:
-            self.stopping = True
-            self.changed.notify_all()
+        return sum(call.session.rows for call in self.computed)
 
 
 class ControlNetService:
@@ -148,7 +123,9 @@ class ControlNetService:
         self._sessions = SessionTable(
             capacity_bytes=self._limits.sessions_bytes, idle_s=self._limits.session_idle_s, clock=clock
         )
-        self._inbox = _Inbox()
+        self._inbox: SimpleQueue[tuple[Peer, Request | None] | None] = SimpleQueue()
+        """What the peers' threads hand to the compute thread; of a peer without a request, that it has left. None wakes
+        it."""
         self._jobs: deque[_Job] = deque()
         self._counts = ServiceStatistics()
         self._batch_s: dict[tuple[frozenset[Hashable], int], float] = {}
@@ -160,9 +137,9 @@ class ControlNetService:
         protocol = ServerProtocol(
             version=VERSION,
             on_hello=lambda payload: only(payload, set()),
-            welcome=lambda: welcome_payload(name),
+            welcome=lambda: {"controlnet": name},
             on_message=self._on_message,
-            on_lost=lambda peer: self._inbox.put(peer, None),
+            on_lost=lambda peer: self._inbox.put((peer, None)),
             send_timeout_s=self._limits.send_timeout_s,
             max_peers=self._limits.channels,
             backlog=_MAX_BACKLOG,
@@ -182,7 +159,7 @@ class ControlNetService:
     @property
     def is_idle(self) -> bool:
         """Whether no step waits or runs; may be a moment late."""
-        return not self._jobs and not self._inbox.items
+        return not self._jobs and self._inbox.empty()
 
     def check_progress(self) -> None:
         """Raise `Stuck` if the compute thread hangs. Call every few seconds."""
@@ -210,7 +187,7 @@ class ControlNetService:
                 return
             self._stopped = True
         self._server.close_listeners()
-        self._inbox.stop()
+        self._inbox.put(None)
         self._compute.join(drain_s)
         self._server.hang_up(flush_s=min(1.0, drain_s))
 
@@ -219,7 +196,7 @@ class ControlNetService:
         with tensors_of(message) as arrived:
             request = parse_request(arrived.header, {name: it.clone() for name, it in arrived.tensors.items()})
         peer.admit()
-        self._inbox.put(peer, request)
+        self._inbox.put((peer, request))
 
     # What follows runs on the compute thread.
 
@@ -234,20 +211,29 @@ class ControlNetService:
         while True:
             self._heartbeat.rest()
             work_for(tuple)
-            items = self._inbox.take(0.0 if self._jobs else _NAP_S)
+            items = self._arrived(0.0 if self._jobs else _NAP_S)
             self._heartbeat.begin("opening the sessions that have arrived")
             if self._threads != threads:  # after the wait: a change holds from the next forward pass on
                 threads = self._threads
                 set_threads(threads)
-            for peer, request in items:
+            for peer, request in filter(None, items):
                 self._take(peer, request)
             self._sessions.forget_idle()
             if self._jobs:
                 self._run_batch()
-            elif self._inbox.stopping and not self._inbox.items:
+            elif self._stopped and self._inbox.empty():
                 return
             elif not items:
                 capture_waiting()
+
+    def _arrived(self, wait_s: float) -> list[tuple[Peer, Request | None] | None]:
+        """Return everything in the inbox, after waiting at most `wait_s` for something."""
+        items = []
+        with suppress(Empty):
+            items.append(self._inbox.get(timeout=wait_s))
+            while True:
+                items.append(self._inbox.get_nowait())
+        return items
 
     def _take(self, peer: Peer, request: Request | None) -> None:
         match request:
@@ -258,8 +244,9 @@ class ControlNetService:
                 work_for(lambda: (request.request,))
                 self._open(peer, request)
                 peer.done()
-            case Step():
-                self._queue(peer, request)
+            case Step():  # sessions are looked up now, so that a close that follows the step does not remove them
+                calls = [self._in_session(peer, call) for call in request.calls]
+                self._jobs.append(_Job(peer=peer, seq=request.seq, calls=calls))
             case Close():
                 self._sessions.forget(peer.number, request.session)
                 peer.done()
@@ -283,44 +270,26 @@ class ControlNetService:
         self._counts.opened += 1
         self._counts.busy_s += self._clock() - started_s
 
-    def _queue(self, peer: Peer, step: Step) -> None:
-        """Resolve the sessions now, so that a close that follows the step does not remove them."""
-        answers: list[Residuals | tuple[str, str] | None] = []
-        blocks: dict[int, ControlRows] = {}
-        for i, call in enumerate(step.calls):
-            found = self._rows(peer, call)
-            answers.append(None if isinstance(found, ControlRows) else found)
-            if isinstance(found, ControlRows):
-                blocks[i] = found
-        self._jobs.append(_Job(peer=peer, seq=step.seq, answers=answers, blocks=blocks))
-
-    def _rows(self, peer: Peer, call: Call) -> ControlRows | tuple[str, str]:
+    def _in_session(self, peer: Peer, call: ControlCall) -> ControlCall | EngineError:
         held = self._sessions.get(peer.number, call.session)
         if held is None:
-            return UNKNOWN_SESSION, f"session {call.session} is not known"
-        if isinstance(held, EngineError):
-            return held.code, held.message
-        timestep = torch.tensor(call.timestep, dtype=torch.float32)
-        return ControlRows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale, exact=call.exact)
+            return UnknownSession(f"session {call.session} is not known")
+        return held if isinstance(held, EngineError) else replace(call, session=held)
 
     def _run_batch(self) -> None:
         """Run one forward pass for the oldest step and all waiting steps that fit it."""
         batch = self._choose()
-        blocks = [block for job in batch for block in job.blocks.values()]
-        work_for(lambda: (block.constants.request for block in blocks))
+        work_for(lambda: (call.session.request for job in batch for call in job.computed))
         kind = batch[0].keys, sum(job.rows for job in batch)
         self._heartbeat.begin(f"a batch of {kind[1]} rows", self._batch_s.get(kind))
         started_s = self._clock()
-        answers = iter(self._runner.try_residuals(blocks))
+        answers = iter(answers_to(self._runner, [call for job in batch for call in job.calls]))
         seconds = self._clock() - started_s
         self._measured(kind, seconds)
         self._counts.steps += len(batch)
         self._counts.busy_s += seconds
         for job in batch:
-            for i in job.blocks:
-                answer = next(answers)
-                job.answers[i] = (answer.code, answer.message) if isinstance(answer, EngineError) else answer
-            self._reply(job)
+            self._reply(job, list(islice(answers, len(job.calls))))
 
     def _measured(self, kind: tuple[frozenset[Hashable], int], seconds: float) -> None:
         """Keep what a batch took, of the kinds that ran last."""
@@ -339,7 +308,6 @@ class ControlNetService:
         self._jobs = later
         return batch
 
-    def _reply(self, job: _Job) -> None:
-        answered = tuple(answer for answer in job.answers if answer is not None)
-        header, tensors = reply_message(Reply(seq=job.seq, answers=answered))
+    def _reply(self, job: _Job, answers: Sequence[Answer]) -> None:
+        header, tensors = reply_message(job.seq, answers)
         job.peer.reply(partial(pack_tensors, header=header, tensors=tensors, timeout_s=self._limits.send_timeout_s))

@@ -15,7 +15,7 @@ of the calls that succeeded. Messages are JSON and raw tensors: nothing is unpic
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,15 +24,19 @@ import torch
 
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
-from plait_serving.diffusion.errors import EngineError, ModelError, NotFound, OutOfMemory, RequestError
-from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.errors import (
+    ControlNetUnavailable,
+    EngineError,
+    ModelError,
+    NotFound,
+    OutOfMemory,
+    RequestError,
+)
+from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 VERSION = 2
 """The version of everything defined here; both sides of a channel must have the same."""
-
-UNKNOWN_SESSION = "unknown_session"
-"""The error code of a call that asks the client to open the session again: it was never seen, or was evicted."""
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -43,8 +47,19 @@ MAX_CALLS = 32
 header."""
 _MAX_MESSAGE_CHARS = 2_000
 _MAX_ID_CHARS = 200
-_KINDS: dict[str, type[EngineError]] = {kind.code: kind for kind in (ModelError, NotFound, OutOfMemory, RequestError)}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class UnknownSession(ControlNetUnavailable):
+    """The client is to open the session again: it was never seen, or was evicted."""
+
+    code = "unknown_session"
+
+
+_KINDS: dict[str, type[EngineError]] = {
+    kind.code: kind for kind in (ModelError, NotFound, OutOfMemory, RequestError, UnknownSession)
+}
+"""What an error is by its code; any other is a plain `EngineError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,22 +76,11 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
-    """One request's rows in a step."""
-
-    session: int
-    sample: torch.Tensor
-    timestep: float
-    scale: float
-    exact: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """Calls that agree in the shape of a row; `seq` identifies the answer."""
+    """Calls, in sessions by number, that agree in the shape of a row; `seq` identifies the answer."""
 
     seq: int
-    calls: tuple[Call, ...]
+    calls: tuple[ControlCall, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,27 +92,8 @@ class Close:
 
 Request: TypeAlias = Open | Step | Close
 
-
-Answer: TypeAlias = Residuals | tuple[str, str]
-"""The answer to one call: residuals, or `(code, message)`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reply:
-    """The reply to a step: one answer per call, in order."""
-
-    seq: int
-    answers: tuple[Answer, ...]
-
-
-def welcome_payload(controlnet: str) -> Header:
-    """Return the payload of the service's welcome."""
-    return {"controlnet": controlnet}
-
-
-def close_header(session: int) -> Header:
-    """Return the message that ends a session."""
-    return {"op": "close", "session": session}
+Answer: TypeAlias = Residuals | EngineError
+"""The answer to one call."""
 
 
 def open_message(request: Open) -> tuple[Header, Tensors]:
@@ -127,24 +112,24 @@ def open_message(request: Open) -> tuple[Header, Tensors]:
     return header, tensors | {f"added.{name}": value for name, value in conditioning.added.items()}
 
 
-def step_message(seq: int, calls: tuple[Call, ...]) -> tuple[Header, Tensors]:
-    """Return the calls of a step, as header and tensors."""
-    listed = [[call.session, call.timestep, call.scale, call.exact] for call in calls]
+def step_message(seq: int, calls: Sequence[ControlCall]) -> tuple[Header, Tensors]:
+    """Return the calls of a step, in sessions by number, as header and tensors."""
+    listed = [[call.session, float(call.timestep), float(call.scale), call.exact] for call in calls]
     return {"op": "step", "seq": seq, "calls": listed}, {f"sample.{i}": call.sample for i, call in enumerate(calls)}
 
 
-def reply_message(reply: Reply) -> tuple[Header, Tensors]:
-    """Return the answer to a step, as header and tensors."""
+def reply_message(seq: int, answers: Sequence[Answer]) -> tuple[Header, Tensors]:
+    """Return the answers to a step's calls, in their order, as header and tensors."""
     listed: list[list[str] | None] = []
     tensors: dict[str, torch.Tensor] = {}
-    for i, answer in enumerate(reply.answers):
+    for i, answer in enumerate(answers):
         if isinstance(answer, Residuals):
             listed.append(None)
             tensors.update({f"{i}.{j}": tensor for j, tensor in enumerate(answer.down)})
             tensors[f"{i}.mid"] = answer.mid
         else:
-            listed.append([answer[0], answer[1][:_MAX_MESSAGE_CHARS]])
-    return {"op": "residuals", "seq": reply.seq, "errors": listed}, tensors
+            listed.append([answer.code, answer.message[:_MAX_MESSAGE_CHARS]])
+    return {"op": "residuals", "seq": seq, "errors": listed}, tensors
 
 
 def parse_request(header: Header, tensors: Tensors) -> Request:
@@ -167,8 +152,8 @@ def parse_welcome(payload: Header) -> str:
     return fields.text(payload, "controlnet")
 
 
-def parse_reply(header: Header, tensors: Tensors) -> Reply:
-    """Parse the service's answer to a step. Raises `WireError`."""
+def parse_reply(header: Header, tensors: Tensors) -> tuple[int, tuple[Answer, ...]]:
+    """Return the number of a step and the answers to its calls. Raises `WireError`."""
     fields.only(header, {"op", "seq", "errors"})
     if header["op"] != "residuals":
         raise WireError("the service sent something that is not an answer")
@@ -181,15 +166,8 @@ def parse_reply(header: Header, tensors: Tensors) -> Reply:
         parts[call][part] = tensor
     if not listed or set(parts) != {str(i) for i, entry in enumerate(listed) if entry is None}:
         raise WireError("the answer's tensors are not those of the calls that worked")
-    answers = tuple(
-        _residuals(parts[str(i)]) if entry is None else _error_entry(entry) for i, entry in enumerate(listed)
-    )
-    return Reply(seq=fields.integer(header, "seq"), answers=answers)
-
-
-def error_of(code: str, message: str) -> EngineError:
-    """Return the engine's error of that code, or a plain `EngineError` for an unknown code."""
-    return _KINDS.get(code, EngineError)(message)
+    answers = tuple(_residuals(parts[str(i)]) if entry is None else _error(entry) for i, entry in enumerate(listed))
+    return fields.integer(header, "seq"), answers
 
 
 def _parse_open(header: Header, tensors: Tensors) -> Open:
@@ -227,16 +205,16 @@ def _parse_step(header: Header, tensors: Tensors) -> Step:
     return Step(seq=fields.integer(header, "seq"), calls=calls)
 
 
-def _parse_call(entry: object, sample: torch.Tensor) -> Call:
+def _parse_call(entry: object, sample: torch.Tensor) -> ControlCall:
     if not isinstance(entry, list) or len(entry) != 4:
         raise WireError("a call is [session, timestep, scale, exact]")
     if sample.dtype not in _FLOATS or sample.dim() != 4 or 0 in sample.shape:
         raise WireError(f"a sample must be float (R, c, h, w), not {sample.dtype} {tuple(sample.shape)}")
     named = dict(zip(("session", "timestep", "scale", "exact"), entry, strict=True))
-    return Call(
+    return ControlCall(
         session=fields.integer(named, "session"),
         sample=sample,
-        timestep=fields.number(named, "timestep"),
+        timestep=torch.tensor(fields.number(named, "timestep"), dtype=torch.float32),
         scale=fields.number(named, "scale"),
         exact=fields.boolean(named, "exact"),
     )
@@ -249,10 +227,10 @@ def _residuals(parts: Mapping[str, torch.Tensor]) -> Residuals:
     return Residuals(down=tuple(parts[name] for name in names), mid=parts["mid"])
 
 
-def _error_entry(entry: object) -> tuple[str, str]:
+def _error(entry: object) -> EngineError:
     match entry:
         case [str(code), str(message)]:
-            return code, message
+            return _KINDS.get(code, EngineError)(message)
         case _:
             raise WireError("an error is [code, message]")
 

@@ -7,9 +7,10 @@ A family is a folder of this package: all that differs between architectures, an
 - a `Denoiser` (`protocols.py`), which `load` returns: conditioning, latents, schedule, a step with its guidance,
   decoding, and the mergers of LoRA sets.
 
-What is in this folder beside them is shared by families: rows of a batch (`rows`), LoRA sets as inputs (`factors`),
-executors' programs (`preparation`) and the weights beside them (`resident_weights`), and all that transformers with
-flow schedules have in common (`flow`). A family is imported when the first model of it is opened.
+What is in this folder beside them is shared by families: rows of a batch (`rows`), schedulers (`samplers`), LoRA sets
+as inputs (`factors`), executors' programs (`preparation`) and the weights beside them (`resident_weights`), and all
+that transformers with flow schedules have in common (`flow`). A family is imported when the first model of it is
+opened.
 """
 
 from __future__ import annotations
@@ -35,16 +36,6 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.lora.container import Header, TensorInfo
     from plait_serving.diffusion.settings import EngineSettings, Host
 
-__all__ = [
-    "FAMILIES", "FamilyRow", "check_controlnet", "components", "family_row", "kind_of_controlnet", "load_controlnet",
-    "open_family", "row_of_file",
-]  # fmt: skip
-
-
-def _no_file(_: Mapping[str, TensorInfo]) -> str | None:
-    return None
-
-
 Convert: TypeAlias = "Callable[[Path, Header, Path | None], Callable[[Path], None]]"
 
 
@@ -62,7 +53,7 @@ class FamilyRow:
     load: Callable[[], type[Family]]
     denoiser: str
     kind: Callable[[Path], str]
-    kind_of_file: Callable[[Mapping[str, TensorInfo]], str | None] = _no_file
+    kind_of_file: Callable[[Mapping[str, TensorInfo]], str | None] = lambda _: None
     convert: Convert | None = None
 
 

@@ -12,7 +12,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,8 +20,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
+from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.factors import Kept
-from plait_serving.diffusion.loading import load_module
+from plait_serving.diffusion.loading import load_module, translate
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.weight_files import WeightFiles
@@ -85,6 +86,14 @@ class TextEncoding(Generic[_CallT]):
 Outputs: TypeAlias = Mapping[Call, EncodedText]
 
 
+def tokenizer_of(folder: Path, part: str, kind: Any) -> Any:
+    """Return the tokenizer, of a class, beside a text encoder of a model's folder. Raises `ModelError`."""
+    path = folder / part.replace("text_encoder", "tokenizer")
+    if not path.is_dir():
+        raise ModelError(f"{path}: missing")
+    return translate(path, partial(kind.from_pretrained, local_files_only=True))
+
+
 class WeightedPart(NamedTuple):
     """A part of a model's folder: its class, its weights, what it computes in, and its configuration."""
 
@@ -121,8 +130,8 @@ Parts: TypeAlias = Mapping[str, WeightedPart]
 
 
 class TextEncoders:
-    """Text encoders with one merger of LoRA sets, and the models that hold them. `hold`, `let_go` and `nbytes_for` are
-    for any thread, the rest is the compute thread's."""
+    """Text encoders with one merger of LoRA sets, which is of this loading, and the models that hold them. `hold`,
+    `let_go` and `nbytes_for` are for any thread, the rest is the compute thread's."""
 
     def __init__(self, parts: Parts, *, device: torch.device, adapts: bool, among: SharedEncoders) -> None:
         """Nothing is loaded. `adapts`: LoRA sets are merged into them, so they stay. `among`: those that leave for
@@ -134,11 +143,6 @@ class TextEncoders:
         self._modules: Mapping[str, nn.Module] = {}
         self._lock = threading.Lock()
         self._forget()
-
-    @property
-    def merger(self) -> Merger:
-        """What merges LoRA sets into their weights. Of this loading: another one has its own."""
-        return self._merger
 
     def is_like(self, other: TextEncoders) -> bool:
         """Return whether they have equal weights; reads those if nothing else tells."""
@@ -188,7 +192,7 @@ class TextEncoders:
             found = self._encode(call)
             return found, sum(part.nbytes for part in found if part is not None)
 
-        return self._kept.get((self._merger.current, call), make)
+        return self._kept.get((self.merger.current, call), make)
 
     @torch.inference_mode()
     def _encode(self, call: Call) -> EncodedText:
@@ -211,11 +215,11 @@ class TextEncoders:
     def _load(self, parts: Parts) -> None:
         self._modules = {name: part.load(self.device) for name, part in parts.items()}
         if self.adapts:
-            self._merger = Merger(self._modules)
+            self.merger = Merger(self._modules)
 
     def _forget(self) -> None:
         self._modules = {}
-        self._merger = Merger({})
+        self.merger = Merger({})
         self._kept: Kept[EncodedText] = Kept(_KEPT_CALLS, max(_KEPT_BYTES, self.nbytes // _KEPT_SHARE))
 
 

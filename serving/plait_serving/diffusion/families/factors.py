@@ -5,15 +5,16 @@ A set of several LoRAs is their factors side by side: A = [A1 | A2], B = [c1 B1;
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
 from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_serving.diffusion.families.rows import BatchLayout
-from plait_serving.diffusion.lora.kinds import DecomposedFactor, PlainFactor
+from plait_serving.diffusion.lora.kinds import AnyFactor
 from plait_serving.diffusion.lora.parse import LoadedLora
 
 LoadedSet: TypeAlias = tuple[tuple[LoadedLora, float], ...]
@@ -22,7 +23,7 @@ LoadedSet: TypeAlias = tuple[tuple[LoadedLora, float], ...]
 PerProgram: TypeAlias = tuple[RowFactors | None, ...]
 """The factors of a batch for each program: of its own layers only; None where no row has any."""
 
-SetKey: TypeAlias = tuple[tuple[int, float], ...]
+SetKey: TypeAlias = tuple[tuple[Hashable, float], ...]
 """A set's files, by token, with their scales."""
 
 Pairs: TypeAlias = Mapping[str, Factors]
@@ -41,23 +42,30 @@ _V = TypeVar("_V")
 
 
 class Kept(Generic[_V]):
-    """The latest values by key: so many at most, and so many bytes of all but the newest."""
+    """The latest values by key: so many at most, and so many bytes of all but the newest. Thread-safe: what is known
+    waits for nobody who makes another."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
+        self._lock = threading.Lock()
         self._found: OrderedDict[tuple[object, ...], tuple[_V, int]] = OrderedDict()
 
     def get(self, key: tuple[object, ...], make: Callable[[], tuple[_V, int]]) -> _V:
         """Return the value of a key; `make` returns it with its bytes."""
-        if key not in self._found:
+        with self._lock:
+            found = self._found.pop(key, None)
+            if found is not None:
+                self._found[key] = found
+                return found[0]
             while (
                 len(self._found) >= self._max_count or sum(size for _, size in self._found.values()) > self._max_bytes
             ):
                 self._found.popitem(last=False)
-            self._found[key] = make()
-        self._found.move_to_end(key)
-        return self._found[key][0]
+        found = make()
+        with self._lock:
+            self._found[key] = found
+        return found[0]
 
 
 class FactorStore:
@@ -105,7 +113,7 @@ class FactorStore:
             rows_of = [_key(sets[0])]
         else:
             ranks = self._widest = self._wide(ranks)
-            rows_of = _by_row(sets, layout)
+            rows_of = [_key(sets[k]) for k, _ in layout.blocks for _ in range(layout.counts[k])]
         pairs = {_key(one): self._pairs_of(one, ranks) for one in distinct}
         by_path = {path: _stacked([pairs[key][path] for key in rows_of]) for path in ranks}
         parts = ({path: pair for path, pair in by_path.items() if path in own} for own in self._programs)
@@ -133,56 +141,39 @@ class FactorStore:
 
         return self._sets.get((_key(one), tuple(ranks.items())), make)
 
-    def _by_path(self, one: LoadedSet) -> Mapping[str, list[tuple[PlainFactor, float]]]:
-        terms: dict[str, list[tuple[PlainFactor, float]]] = {}
+    def _by_path(self, one: LoadedSet) -> Mapping[str, list[tuple[AnyFactor, float]]]:
+        terms: dict[str, list[tuple[AnyFactor, float]]] = {}
         for weights, scale in one:
             if scale == 0.0:
                 continue
             for ref, factor in weights.factors.items():
                 if ref.component == self._component:
-                    assert not isinstance(factor, DecomposedFactor)
                     terms.setdefault(str(ref), []).append((factor, scale * factor.alpha / factor.rank))
         return terms
 
-    def _pair(self, path: str, terms: Sequence[tuple[PlainFactor, float]], rank: int) -> Factors:
-        first, second = _pair(self._layers[path], terms, rank)
+    def _pair(self, path: str, terms: Sequence[tuple[AnyFactor, float]], rank: int) -> Factors:
+        layer, start = self._layers[path], 0
+        first, second = torch.zeros(layer.width_in, rank), torch.zeros(rank, layer.width_out)
+        for factor, c in terms:
+            down, up = factor.pair()
+            part = slice(start, start + len(down))
+            first[:, part] = down.T
+            torch.mul(up.to(torch.float32).T, c, out=second[part])
+            start += len(down)
         return first.to(self._device, self._dtype), second.to(self._device, self._dtype)
 
     def _ranks(self, one: LoadedSet) -> Ranks:
-        return {path: sum(_rank(factor) for factor, _ in terms) for path, terms in self._by_path(one).items()}
+        return {path: sum(factor.row_rank or 0 for factor, _ in terms) for path, terms in self._by_path(one).items()}
 
 
 def _key(one: LoadedSet) -> SetKey:
     return tuple((file.token, scale) for file, scale in one)
 
 
-def _by_row(sets: Sequence[LoadedSet], layout: BatchLayout) -> list[SetKey]:
-    """Return each row's set."""
-    keys = [_key(one) for one in sets]
-    return [keys[k] for k, _ in layout.blocks for _ in range(layout.counts[k])]
-
-
-def _rank(factor: PlainFactor) -> int:
-    assert factor.row_rank is not None
-    return factor.row_rank
-
-
 def _padded(ranks: Sequence[Ranks]) -> Ranks:
     """Return the largest of each layer's ranks, padded."""
     paths = dict.fromkeys(path for one in ranks for path in one)
     return {path: -(-max(one.get(path, 0) for one in ranks) // _RANK_STEP) * _RANK_STEP for path in paths}
-
-
-def _pair(layer: AdaptedLayer, terms: Sequence[tuple[PlainFactor, float]], rank: int) -> Factors:
-    first, second = torch.zeros(layer.width_in, rank), torch.zeros(rank, layer.width_out)
-    start = 0
-    for factor, c in terms:
-        down, up = factor.pair()
-        part = slice(start, start + len(down))
-        first[:, part] = down.T
-        torch.mul(up.to(torch.float32).T, c, out=second[part])
-        start += len(down)
-    return first, second
 
 
 def _stacked(pairs: Sequence[Factors]) -> Factors:

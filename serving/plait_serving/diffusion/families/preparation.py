@@ -9,9 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -47,7 +45,7 @@ _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class Preparer:
     """Prepares with one executor. Thread-safe."""
 
-    def __init__(self, executor: OpenVinoExecutor, auditor: Auditor | None = None) -> None:
+    def __init__(self, executor: OpenVinoExecutor, auditor: Auditor) -> None:
         """Take the executor; `auditor` watches every program."""
         self._executor = executor
         self._auditor = auditor
@@ -83,8 +81,6 @@ class Preparer:
     def _watched(
         self, folder: Path, part: str, program: PreparedProgram, computation: Callable[[], Computation]
     ) -> PreparedProgram:
-        if self._auditor is None:
-            return program
         return self._auditor.watch(
             f"{folder.name}-{part}",
             program,
@@ -114,7 +110,7 @@ def preparer_for(
     dtype: torch.dtype,
     threads: Callable[[], int],
     cache: Path,
-    auditor: Auditor | None = None,
+    auditor: Auditor,
     room_bytes: Callable[[], int] = lambda: sys.maxsize,
 ) -> Preparer | None:
     """Return what prepares models for a device and dtype, or None where torch is to run them.
@@ -169,53 +165,28 @@ def _give_way(work: Callable[[], None]) -> None:
     work()
 
 
-class _Line:
-    """What waits to be converted, one at a time: each converts with all cores, and takes the model's memory once
-    more."""
+_ONE_AT_A_TIME = threading.Lock()
+"""Each converts with all cores, and takes the model's memory once more."""
 
-    def __init__(self) -> None:
-        self._jobs: deque[tuple[str, Callable[[], None]]] = deque()
-        self._lock = threading.Lock()
-        self._is_served = False
 
-    def put(self, what: str, make: Callable[[], None]) -> Callable[[], None]:
-        """Have `make` called on a background thread; return what takes it back if that has not begun."""
-        job = (what, make)
-        with self._lock:
-            self._jobs.append(job)
-            if not self._is_served:
-                self._is_served = True
-                background.start("plait-prepare", self._serve)
-        return lambda: self._take_back(job)
+def behind(what: str, make: Callable[[], None]) -> Callable[[], None]:
+    """Call `make` on a background thread, in turn with what waits already. If it fails, torch goes on serving, and the
+    log says why, once. Return what takes it back if it has not begun."""
+    jobs = [make]
 
-    def _take_back(self, job: tuple[str, Callable[[], None]]) -> None:
-        with self._lock, suppress(ValueError):
-            self._jobs.remove(job)
-
-    def _serve(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._is_served = False
-                    return
-                what, make = self._jobs.popleft()
+    def run() -> None:
+        with _ONE_AT_A_TIME:
             try:
-                make()
+                for job in jobs:
+                    job()
             except (ExecutorError, ModelError, OSError) as error:
                 if not background.is_ending():
                     _log.warning("%s runs on torch: %s", what, error)
             except Exception:
                 _log.exception("%s runs on torch: preparing it failed", what)
-            del make  # and what it refers to
 
-
-_LINE = _Line()
-
-
-def behind(what: str, make: Callable[[], None]) -> Callable[[], None]:
-    """Call `make` on a background thread, after what waits already. If it fails, torch goes on serving, and the log
-    says why, once. Return what takes it back if it has not begun."""
-    return _LINE.put(what, make)
+    background.start("plait-prepare", run)
+    return jobs.clear  # what was taken back is not kept until its turn
 
 
 def _why_not(device: str, dtype: torch.dtype) -> str | None:

@@ -57,25 +57,11 @@ def stack_conditionings(values: Sequence[torch.Tensor], layout: BatchLayout) -> 
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
-def stack_samples(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
-    """Return `(R, c, h, w)`: all images' samples, once per branch."""
-    samples = [calls[k].sample for k, _ in layout.blocks]
-    return samples[0] if len(samples) == 1 else torch.cat(samples)
-
-
 def with_extra(sample: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
     """Return what the UNet reads, `(R, c + e, h, w)`: the stacked samples with the calls' extra channels, if there are
     any."""
     extras = [extra for k, _ in layout.blocks if (extra := calls[k].extra) is not None]
     return torch.cat([sample, torch.cat(extras)], dim=1) if extras else sample
-
-
-def stack_timesteps(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
-    """Return `(R,)`, each request's timestep on its rows; schedulers differ in dtype, so a mix is float32."""
-    steps = [calls[k].timestep.reshape(1).expand(layout.counts[k]) for k, _ in layout.blocks]
-    if len({step.dtype for step in steps}) > 1:
-        steps = [step.to(torch.float32) for step in steps]
-    return torch.cat(steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,9 +79,13 @@ class Rows:
     def of(cls, calls: Sequence[StepCall], layout: BatchLayout) -> Rows:
         """Stack the calls of a batch."""
         given = [call.conditioning for call in calls]
+        samples = [calls[k].sample for k, _ in layout.blocks]
+        steps = [calls[k].timestep.reshape(1).expand(layout.counts[k]) for k, _ in layout.blocks]
+        if len({step.dtype for step in steps}) > 1:  # schedulers differ in it
+            steps = [step.to(torch.float32) for step in steps]
         return cls(
-            sample=stack_samples(calls, layout),
-            timesteps=stack_timesteps(calls, layout),
+            sample=samples[0] if len(samples) == 1 else torch.cat(samples),
+            timesteps=torch.cat(steps),
             text=stack_conditionings([each.text for each in given], layout),
             added={name: stack_conditionings([each.added[name] for each in given], layout) for name in given[0].added},
             scales=[calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])],

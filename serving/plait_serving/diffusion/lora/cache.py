@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeAlias
 
 from plait_kernels.cores import usable_cores
 from plait_kernels.threads import set_threads
@@ -37,33 +38,30 @@ _CORES_A_PARSER = 2
 """Parsing holds the interpreter, which steps need at each of their operations: eight threads at once delayed each of
 them by eight turns."""
 
-_TOKENS_REMEMBERED = 1024
-"""What was made of a file (factors, programs) holds for one that is loaded again, whose content is the same."""
-
 _LOADING_SHARE = 0.2
 """Of the time that tenants take turns in: a turn is so much longer than loading a set."""
 
 _SHORTEST_TURN_S, _LONGEST_TURN_S = 0.1, 10.0
 """Steps with a set that is new have a cost beside loading it; and nobody is to wait for a slow store's sake."""
 
-Deliveries = list[Callable[[], None]]
-"""What to do once the lock is released: callbacks of futures run code that is not ours."""
+Deliveries: TypeAlias = "list[tuple[Future[LoraLease], LoraLease | EngineError]]"
+"""What to deliver once the lock is released: callbacks of futures run code that is not ours."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CacheStatistics:
     """Counts since the start; `resident_bytes`, `resident`, `in_use` and `waiting_sets` are current values.
 
     A hit is a name that was in memory or loading when its set was admitted.
     """
 
-    hits: int
-    misses: int
-    evictions: int
-    resident_bytes: int
-    resident: int
-    in_use: int
-    waiting_sets: int
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    resident_bytes: int = 0
+    resident: int = 0
+    in_use: int = 0
+    waiting_sets: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,29 +74,17 @@ class _Set:
     missing: set[Key] | None = None
 
 
-@dataclass(slots=True)
-class _CacheCounts:
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    load_s: float = 0.0  # over all threads
-
-
 @dataclass(slots=True, eq=False)
 class LoraLease:
-    """A LoRA set held in host memory; nothing in it is evicted before `release`.
+    """A LoRA set held in host memory; nothing in it is evicted before `release`, which may be called again.
 
     `give_back` releases the set and waits for the same files again; it returns None, and nothing is done, if nobody
     waits for it any more. `is_asked_back`: others wait for it, as of the cache's last `update_turns`."""
 
     weights: Mapping[str, LoadedLora]
-    _let_go: Callable[[], None]
+    release: Callable[[], None]
     give_back: Callable[[], Future[LoraLease] | None]
     is_asked_back: bool = False
-
-    def release(self) -> None:
-        """Release the set. Idempotent."""
-        self._let_go()
 
 
 class LoraCache:
@@ -122,11 +108,11 @@ class LoraCache:
         self._values: dict[Key, LoadedLora] = {}
         self._sets: dict[int, _Set] = {}
         self._leases: dict[int, LoraLease] = {}
-        self._tokens: dict[Key, int] = {}
         self._tickets = 0
         self._to_fetch: TurnQueue[Key] = TurnQueue()
         self._to_parse: TurnQueue[tuple[Key, Path, float]] = TurnQueue()
-        self._counts = _CacheCounts()
+        self._counts = CacheStatistics()
+        self._load_s = 0.0  # over all threads
         self._closed = False
         self._fetchers = ThreadPoolExecutor(threads, "plait-lora-fetch")
         # One torch thread each: parsing must not fight the compute thread for cores.
@@ -169,15 +155,13 @@ class LoraCache:
                 wanted = self._policy.wanted(ticket)
                 if not self._policy.fits_ever(wanted):
                     self._policy.forget(ticket)
-                    deliveries.append(_failure(self._sets.pop(ticket).future, self._too_large(wanted)))
+                    deliveries.append((self._sets.pop(ticket).future, self._too_large(wanted)))
 
     def statistics(self) -> CacheStatistics:
         """Return a consistent snapshot."""
         with self._lock:
-            return CacheStatistics(
-                hits=self._counts.hits,
-                misses=self._counts.misses,
-                evictions=self._counts.evictions,
+            return replace(
+                self._counts,
                 resident_bytes=sum(value.nbytes for value in self._values.values()),
                 resident=len(self._values),
                 in_use=sum(1 for key in self._values if self._policy.users(key)),
@@ -193,8 +177,8 @@ class LoraCache:
         """Fail what is in flight with `EngineStopped` and let the loader threads end. Idempotent."""
         with self._change() as deliveries:
             self._closed = True
-            for pending in self._sets.values():
-                deliveries.append(_failure(pending.future, EngineStopped("the engine is shutting down")))
+            stopped = EngineStopped("the engine is shutting down")
+            deliveries += [(pending.future, stopped) for pending in self._sets.values()]
             self._sets.clear()
         self._source.close()
         for pool in (self._fetchers, self._parsers):
@@ -217,8 +201,15 @@ class LoraCache:
             yield deliveries
             if not self._closed:
                 self._admit_waiting(deliveries)
-        for deliver in deliveries:
-            deliver()
+        for future, delivered in deliveries:
+            is_wanted = future.set_running_or_notify_cancel()
+            if isinstance(delivered, EngineError):
+                if is_wanted:
+                    future.set_exception(delivered)
+            elif is_wanted:
+                future.set_result(delivered)
+            else:
+                delivered.release()
 
     def _promise(self, asked: _Set) -> int:
         """Return the ticket of a set that is to be delivered."""
@@ -248,7 +239,7 @@ class LoraCache:
             self._complete(ticket, deliveries)
 
     def _admit_waiting(self, deliveries: Deliveries) -> None:
-        mean_s = self._counts.load_s / max(1, self._counts.misses)
+        mean_s = self._load_s / max(1, self._counts.misses)
         load_s = mean_s * max((len(waiting.keys) for waiting in self._sets.values()), default=0)
         self._policy.turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
         for ticket, admission in self._policy.admit_waiting():
@@ -261,7 +252,7 @@ class LoraCache:
         weights = MappingProxyType({key.name: self._values[key] for key in finished.keys})
         lease = LoraLease(weights, lambda: self._release(ticket), lambda: self._give_back(ticket, finished))
         self._leases[ticket] = lease
-        deliveries.append(_delivery(finished.future, lease))
+        deliveries.append((finished.future, lease))
 
     def _evicted(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -332,12 +323,9 @@ class LoraCache:
 
     def _loaded(self, key: Key, value: LoadedLora, load_s: float) -> None:
         with self._change() as deliveries:
-            self._counts.load_s += load_s
-            token = self._tokens.pop(key, value.token)
-            self._tokens[key] = token
-            while len(self._tokens) > _TOKENS_REMEMBERED:
-                del self._tokens[next(iter(self._tokens))]
-            self._values[key] = replace(value, token=token)
+            self._load_s += load_s
+            # What was made of a file (factors, programs) holds for one that is loaded again, whose content is the same.
+            self._values[key] = replace(value, token=key)
             self._evicted(self._policy.loaded(key, value.nbytes))
             for ticket, waiting in list(self._sets.items()):
                 if waiting.missing and key in waiting.missing:
@@ -352,22 +340,4 @@ class LoraCache:
                 if waiting.missing and key in waiting.missing:
                     del self._sets[ticket]
                     self._evicted(self._policy.release(ticket))
-                    deliveries.append(_failure(waiting.future, error))
-
-
-def _delivery(future: Future[LoraLease], lease: LoraLease) -> Callable[[], None]:
-    def deliver() -> None:
-        if future.set_running_or_notify_cancel():
-            future.set_result(lease)
-        else:
-            lease.release()
-
-    return deliver
-
-
-def _failure(future: Future[LoraLease], error: EngineError) -> Callable[[], None]:
-    def deliver() -> None:
-        if future.set_running_or_notify_cancel():
-            future.set_exception(error)
-
-    return deliver
+                    deliveries.append((waiting.future, error))

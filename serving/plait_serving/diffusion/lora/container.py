@@ -37,18 +37,14 @@ _ITEM_BYTES: Mapping[str, int] = MappingProxyType(
 )  # fmt: skip
 
 # Other things that people put under a .safetensors name, by their first bytes.
-_MAGIC: tuple[tuple[bytes, str], ...] = (
-    (b"PK\x03\x04", "a zip archive, as torch.save writes it: a pickle, which can run code when it is loaded"),
-    (b"\x80\x02", "a pickle, which can run code when it is loaded"),
-    (b"\x80\x03", "a pickle, which can run code when it is loaded"),
-    (b"\x80\x04", "a pickle, which can run code when it is loaded"),
-    (b"\x80\x05", "a pickle, which can run code when it is loaded"),
-    (b"version https://git-lfs", "a Git LFS pointer: the real file was not downloaded"),
-    (b"<!DOCTYPE", "an HTML page: the download went wrong"),
-    (b"<html", "an HTML page: the download went wrong"),
-    (b"GGUF", "a GGUF file"),
-    (b"\x1f\x8b", "a gzip archive"),
-    (b"\x89HDF", "an HDF5 file"),
+_MAGIC: tuple[tuple[tuple[bytes, ...], str], ...] = (
+    ((b"PK\x03\x04",), "a zip archive, as torch.save writes it: a pickle, which can run code when it is loaded"),
+    ((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "a pickle, which can run code when it is loaded"),
+    ((b"version https://git-lfs",), "a Git LFS pointer: the real file was not downloaded"),
+    ((b"<!DOCTYPE", b"<html"), "an HTML page: the download went wrong"),
+    ((b"GGUF",), "a GGUF file"),
+    ((b"\x1f\x8b",), "a gzip archive"),
+    ((b"\x89HDF",), "an HDF5 file"),
 )
 
 

@@ -30,19 +30,17 @@ class LoraFormat(Enum):
     @property
     def title(self) -> str:
         """Its name in messages."""
-        return _TITLES[self]
+        return _TITLES.get(self.value, self.value)
 
 
-_TITLES: Mapping[LoraFormat, str] = MappingProxyType(
-    {
-        LoraFormat.PEFT: "PEFT (diffusers)",
-        LoraFormat.KOHYA: "kohya",
-        LoraFormat.COMFYUI: "ComfyUI",
-        LoraFormat.ONETRAINER: "OneTrainer",
-        LoraFormat.SIMPLETUNER: "SimpleTuner (LyCORIS)",
-        LoraFormat.XLABS: "XLabs",
-    }
-)
+_TITLES = {
+    "peft": "PEFT (diffusers)",
+    "comfyui": "ComfyUI",
+    "onetrainer": "OneTrainer",
+    "simpletuner": "SimpleTuner (LyCORIS)",
+    "xlabs": "XLabs",
+}
+
 
 # How keys begin that are not in diffusers' format, and what a file of another kind has in none.
 _STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(

@@ -1,8 +1,14 @@
 """What a file adds to one weight: LoRA, LoHa, LoKr, and DoRA around any of them.
 
 Symbols: a module's weight is `(o, i)` or `(o, i, kh, kw)`, here always flattened to `(o, D)`, D = i * kh * kw. Every
-kind adds c times its product, c = scale * alpha / rank. Formulas: LoHa is FedPara (arXiv 2108.06098), LoKr is
-LyCORIS (arXiv 2309.14859), DoRA is arXiv 2402.09353; where they leave something open, PEFT decides.
+kind adds c times its product, c = scale * alpha / rank. A `bound` is at least every number of the product, so whether a
+merge can overflow is known without doing it.
+
+A DoRA has a `magnitude`, the norms that the weight's rows have in the end: o numbers; or i, if `by_input`: the norms of
+the input channels (LyCORIS without `wd_on_output`). Its bound is infinite: a norm may be as small as can be.
+
+Formulas: LoHa is FedPara (arXiv 2108.06098), LoKr is LyCORIS (arXiv 2309.14859), DoRA is arXiv 2402.09353; where they
+leave something open, PEFT decides.
 """
 
 from __future__ import annotations
@@ -28,14 +34,15 @@ Rows: TypeAlias = tuple[tuple[int, int], ...]
 class Factor:
     """One module's share of a LoRA: `up @ down`. `down (r, D)` and `up (o, r)` in the file's dtype, finite, on the CPU.
 
-    `bound` is at least every `abs((up @ down)[j, k])` (rows of up times columns of down, Cauchy-Schwarz), so whether
-    a merge can overflow is known without doing it.
+    Its `bound` is of rows of up times columns of down (Cauchy-Schwarz).
     """
 
     down: torch.Tensor
     up: torch.Tensor
     alpha: float
     bound: float
+    magnitude: torch.Tensor | None = None
+    by_input: bool = False
 
     @property
     def rank(self) -> int:
@@ -44,8 +51,8 @@ class Factor:
 
     @property
     def row_rank(self) -> int | None:
-        """The rank that it has as an input of a step; None: it cannot be one."""
-        return self.rank
+        """The rank that it has as an input of a step; None: it cannot be one, as a DoRA changes every number."""
+        return self.rank if self.magnitude is None else None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,163 +110,50 @@ class FileMatrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _OfTwoMatrices:
-    """One module's share whose product is made of two matrices."""
+class PairFactor:
+    """One module's share whose product is made of two matrices: of a LoHa multiplied number by number, of a LoKr their
+    Kronecker product. `rank`: what alpha is divided by. `rows`: those of the product that it is, none means all: where
+    a layer of the file is several here, one cannot cut its matrices wherever one likes."""
 
     first: FileMatrix
     second: FileMatrix
+    is_kronecker: bool
     alpha: float
     rank: int
     bound: float
+    magnitude: torch.Tensor | None = None
+    by_input: bool = False
+    rows: Rows = ()
 
     @property
     def row_rank(self) -> int | None:
         """The product of the matrices' ranks: `(A B) * (C D)` has a column for each pair of theirs, and so has their
-        Kronecker product, by the mixed-product rule. None beyond `MAX_ROW_RANK`."""
+        Kronecker product, by the mixed-product rule. None beyond `MAX_ROW_RANK`, and of a DoRA."""
         rank = self.first.rank * self.second.rank
-        return rank if rank <= MAX_ROW_RANK else None
-
-    def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return A `(o, r)`, B, C, D in float32, whose products A B and C D are the matrices."""
-        return *self.first.pair(_SINGLE), *self.second.pair(_SINGLE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HadamardFactor(_OfTwoMatrices):
-    """One module's share of a LoHa: two matrices, multiplied number by number."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(o, D)."""
-        return self.first.shape
-
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
-        a, b, c, d = self._pairs()
-        up = (a[:, :, None] * c[:, None, :]).flatten(1)
-        return (b[:, None, :] * d[None, :, :]).flatten(0, 1), up
-
-    def product(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the product `(o, D)`."""
-        return self.first.made(like) * self.second.made(like)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KroneckerFactor(_OfTwoMatrices):
-    """One module's share of a LoKr: the Kronecker product of two matrices."""
+        return rank if rank <= MAX_ROW_RANK and self.magnitude is None else None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(o, D)."""
         (a, b), (c, d) = self.first.shape, self.second.shape
-        return a * c, b * d
+        height, width = (a * c, b * d) if self.is_kronecker else (a, b)
+        return sum(end - start for start, end in self.rows) if self.rows else height, width
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
-        a, b, c, d = self._pairs()
-        return torch.kron(b, d), torch.kron(a, c)
+        (a, b), (c, d) = self.first.pair(_SINGLE), self.second.pair(_SINGLE)
+        if self.is_kronecker:
+            return torch.kron(b, d), _section(torch.kron(a, c), self.rows)
+        up = (a[:, :, None] * c[:, None, :]).flatten(1)
+        return (b[:, None, :] * d[None, :, :]).flatten(0, 1), _section(up, self.rows)
 
     def product(self, like: torch.Tensor) -> torch.Tensor:
         """Return the product `(o, D)`: a kernel is the last part of the second matrix's columns, as of the weight's."""
-        return torch.kron(self.first.made(like), self.second.made(like).contiguous())
+        first, second = self.first.made(like), self.second.made(like)
+        return _section(torch.kron(first, second.contiguous()) if self.is_kronecker else first * second, self.rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SectionFactor:
-    """Some rows of what a LoHa or LoKr adds to a larger weight: one cannot cut its matrices wherever one likes."""
-
-    whole: HadamardFactor | KroneckerFactor
-    rows: Rows
-
-    @property
-    def alpha(self) -> float:
-        """Of the whole."""
-        return self.whole.alpha
-
-    @property
-    def rank(self) -> int:
-        """Of the whole."""
-        return self.whole.rank
-
-    @property
-    def bound(self) -> float:
-        """Of the whole."""
-        return self.whole.bound
-
-    @property
-    def row_rank(self) -> int | None:
-        """Of the whole."""
-        return self.whole.row_rank
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(o, D) of the section."""
-        return sum(end - start for start, end in self.rows), self.whole.shape[1]
-
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
-        down, up = self.whole.pair()
-        return down, _section(up, self.rows)
-
-    def product(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the product `(o, D)`."""
-        return _section(self.whole.product(like), self.rows)
-
-
-PlainFactor: TypeAlias = Factor | HadamardFactor | KroneckerFactor | SectionFactor
-"""What adds `c * product` to a weight, whatever else is added."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DecomposedFactor:
-    """One module's share of a DoRA: what is added to, and `magnitude`, the norms that the weight's rows then have.
-
-    `magnitude` has o numbers; or i, if `by_input`: the norms of the input channels (LyCORIS without `wd_on_output`).
-    """
-
-    inner: PlainFactor
-    magnitude: torch.Tensor
-    by_input: bool
-
-    @property
-    def alpha(self) -> float:
-        """Of what is added."""
-        return self.inner.alpha
-
-    @property
-    def rank(self) -> int:
-        """Of what is added."""
-        return self.inner.rank
-
-    @property
-    def bound(self) -> float:
-        """Infinite: a norm may be as small as can be."""
-        return math.inf
-
-    @property
-    def row_rank(self) -> int | None:
-        """None: every number of the weight changes."""
-        return None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(o, D)."""
-        return self.inner.shape
-
-    def applied(self, total: torch.Tensor, pristine: torch.Tensor, c: float) -> torch.Tensor:
-        """Return `g * (total + c * product)` with g = magnitude / norm(pristine + c * product), as PEFT does: the norm
-        does not see what other LoRAs have added to `total`."""
-        delta = c * self.inner.product(pristine)
-        alone, together = pristine + delta, total + delta
-        magnitude = self.magnitude.to(pristine)
-        if not self.by_input:
-            return (magnitude / alone.square().sum(dim=1).sqrt())[:, None] * together
-        channels = (self.shape[0], len(magnitude), -1)
-        norms = alone.view(channels).square().sum(dim=(0, 2)).sqrt()
-        return ((magnitude / norms)[:, None] * together.view(channels)).flatten(1)
-
-
-AnyFactor: TypeAlias = PlainFactor | DecomposedFactor
+AnyFactor: TypeAlias = Factor | PairFactor
 
 
 def section(factor: AnyFactor, rows: Rows) -> AnyFactor:
@@ -268,24 +162,22 @@ def section(factor: AnyFactor, rows: Rows) -> AnyFactor:
     Of a LoRA it has the ranks that these rows use: what a trainer split is one layer in its file, where each part has
     ranks of its own.
     """
-    if isinstance(factor, DecomposedFactor):
-        if factor.by_input:
-            raise LoraError("a DoRA with a norm for each input, of a layer that is several here, is not read")
-        inner = section(factor.inner, rows)
-        assert not isinstance(inner, DecomposedFactor)
-        return replace(factor, inner=inner, magnitude=_section(factor.magnitude, rows))
-    if not isinstance(factor, Factor):
-        assert not isinstance(factor, SectionFactor)
-        return SectionFactor(whole=factor, rows=rows)
+    if factor.by_input:
+        raise LoraError("a DoRA with a norm for each input, of a layer that is several here, is not read")
+    magnitude = None if factor.magnitude is None else _section(factor.magnitude, rows)
+    if isinstance(factor, PairFactor):
+        return replace(factor, rows=rows, magnitude=magnitude)
     up, down = _section(factor.up, rows), factor.down
     used = up.any(dim=0)
     if used.any() and not used.all():
         up, down = up[:, used], down[used]
-    return replace(factor, up=up, down=down, alpha=factor.alpha * len(down) / factor.rank)
+    return replace(factor, up=up, down=down, alpha=factor.alpha * len(down) / factor.rank, magnitude=magnitude)
 
 
 def _section(matrix: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return torch.cat([matrix[start:end] for start, end in rows]) if len(rows) > 1 else matrix[slice(*rows[0])]
+    if len(rows) > 1:
+        return torch.cat([matrix[start:end] for start, end in rows])
+    return matrix[slice(*rows[0])] if rows else matrix
 
 
 _SINGLE = torch.empty(0)
@@ -298,8 +190,17 @@ def merged_in_turn(pristine: torch.Tensor, factors: Sequence[tuple[AnyFactor, fl
     bare = pristine.flatten(1).to(wide)
     total = bare
     for factor, c in factors:
-        if isinstance(factor, DecomposedFactor):
-            total = factor.applied(total, bare, c)
-        else:
-            total = total + c * factor.product(bare)
+        delta = c * factor.product(bare)
+        total = total + delta
+        if factor.magnitude is not None:
+            total = _normed(total, bare + delta, factor.magnitude.to(bare), by_input=factor.by_input)
     return total.to(pristine.dtype, copy=True).view(pristine.shape)
+
+
+def _normed(total: torch.Tensor, alone: torch.Tensor, magnitude: torch.Tensor, *, by_input: bool) -> torch.Tensor:
+    """Return `magnitude / norm(alone) * total`, as PEFT does: the norm does not see what other LoRAs have added."""
+    if not by_input:
+        return (magnitude / alone.square().sum(dim=1).sqrt())[:, None] * total
+    channels = (len(alone), len(magnitude), -1)
+    norms = alone.view(channels).square().sum(dim=(0, 2)).sqrt()
+    return ((magnitude / norms)[:, None] * total.view(channels)).flatten(1)

@@ -72,11 +72,11 @@ def list_loras(folder: Path) -> Listing:
     walk.run()
     files: dict[str, Path] = {}
     places: dict[str, str] = {}
-    for found in sorted(walk.found, key=lambda found: (found.depth, found.place)):
-        if found.name in files:
-            walk.left_out[found.place] = f"{shown(places[found.name])} has its name"
+    for _, place, name, file in sorted(walk.found):
+        if name in files:
+            walk.left_out[place] = f"{shown(places[name])} has its name"
         else:
-            files[found.name], places[found.name] = found.file, found.place
+            files[name], places[name] = file, place
     return Listing(
         files=MappingProxyType(dict(sorted(files.items()))),
         places={name: folder / place for name, place in places.items()},
@@ -87,24 +87,16 @@ def list_loras(folder: Path) -> Listing:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FoundLora:
-    """A LoRA. `place`: the path of its weights below the folder; `depth`: in how many sub-folders what it is named by
-    lies."""
-
-    name: str
-    depth: int
-    place: str
-    file: Path
-
-
 @dataclass(slots=True)
 class _Walk:
-    """Reads a folder level by level, and what links lead to only once, so that it ends."""
+    """Reads a folder level by level, and what links lead to only once, so that it ends.
+
+    `found`: of each LoRA in how many sub-folders what it is named by lies, the path of its weights below the folder,
+    its name and its file."""
 
     root: Path
     marks: dict[Path, _Mark]
-    found: list[_FoundLora] = field(default_factory=list)
+    found: list[tuple[int, str, str, Path]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -165,39 +157,31 @@ class _Walk:
         if target is None:
             return
         file = directory / entry.name if up else target  # a saved folder stays together, whatever its files link to
+        config = file.parent / CONFIG_FILE
         if not _is(entry.is_file):
             self.left_out[label] = "not a file"
-        elif file.name == ADAPTER_FILE and not self._holds(file.parent / CONFIG_FILE):
+        elif file.name == ADAPTER_FILE and config.is_symlink() and self._followed(config)[1]:
             self.left_out[label] = f"its {CONFIG_FILE} is {OUT}, or nowhere"
         else:
-            depth = place.count("/") - up
-            self.found.append(_FoundLora(name=composed(name_of), depth=depth, place=label, file=file))
+            self.found.append((place.count("/") - up, label, composed(name_of), file))
 
     def _target(self, place: str, entry: os.DirEntry[str]) -> Path | None:
         """Return where an entry leads to, unless that is outside."""
-        path = Path(entry.path)
-        if not entry.is_symlink():
-            return path
-        self.marks[path] = _mark(path)
-        try:
-            path = path.resolve(strict=True)
-        except (OSError, RuntimeError):
-            self.left_out[place] = NOWHERE
-            return None
-        if path.is_relative_to(self.root):
-            return path
-        self.left_out[place] = OUT
-        return None
+        path, why = Path(entry.path), ""
+        if entry.is_symlink():
+            path, why = self._followed(path)
+        if why:
+            self.left_out[place] = why
+        return None if why else path
 
-    def _holds(self, path: Path) -> bool:
-        """Return whether a file lies in the folder, or is not there."""
+    def _followed(self, link: Path) -> tuple[Path, str]:
+        """Return where a link leads to, and why that is not read; nothing: it lies in the folder."""
+        self.marks[link] = _mark(link)
         try:
-            if not path.is_symlink():
-                return True
-            self.marks[path] = _mark(path)
-            return path.resolve(strict=True).is_relative_to(self.root)
+            path = link.resolve(strict=True)
         except (OSError, RuntimeError):
-            return False
+            return link, NOWHERE
+        return path, "" if path.is_relative_to(self.root) else OUT
 
 
 def _is(test: Callable[[], bool]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from plait_serving.diffusion.values import LoraRef, LoraSet
 
 _log = logging.getLogger(__name__)
 
-Recipe = tuple[tuple[int, float], ...]
+Recipe = tuple[tuple[Hashable, float], ...]
 """What is merged into one weight: (file token, scale) in set order. Equal recipes give equal bits."""
 
 # Weight of the newest measurement in the cost averages; first guesses are a slow CPU's, replaced by the first switch.
@@ -62,7 +62,8 @@ class Merger:
     """Keeps the weights of live modules equal to W0 + the current set. Compute thread only.
 
     `components` maps "unet", "text_encoder", "text_encoder_2", or some of them, to their live modules; what a set
-    holds for others is left to their merger. `before_write` is called before weights are read or written.
+    holds for others is left to their merger. `before_write` is called before weights are read or written. `current`:
+    the set whose weights are live.
     """
 
     def __init__(
@@ -76,17 +77,12 @@ class Merger:
         self._modules = dict(layers_of(components))
         self._before_write = before_write
         self._clock = clock
-        self._current: LoraSet = ()
+        self.current: LoraSet = ()
         self._pristine: dict[ModuleRef, _Pristine] = {}
         self._live: dict[ModuleRef, Recipe] = {}
-        self._touched: dict[tuple[str, int], frozenset[ModuleRef]] = {}
+        self._touched: dict[tuple[str, Hashable], frozenset[ModuleRef]] = {}
         self._merge_s_per_byte: float | None = None
         self._restore_s_per_byte: float | None = None
-
-    @property
-    def current(self) -> LoraSet:
-        """The set whose weights are live."""
-        return self._current
 
     def switch(self, target: LoraSet, weights: Mapping[str, LoadedLora]) -> None:
         """Make `target` live; `()` restores the pristine weights bit for bit.
@@ -98,7 +94,7 @@ class Merger:
         self._check_finite(rewrites)
         if rewrites:
             self._write(rewrites)
-        self._current = target
+        self.current = target
         self._remember({(lora.name, lora.file): self._own(weights[lora.name]) for lora in target})
 
     def forget(self) -> None:
@@ -111,19 +107,11 @@ class Merger:
 
         A LoRA that was never merged is assumed to touch as much as the average one that was (or every weight).
         """
-        if target == self._current:
+        if target == self.current:
             return 0.0
-        wanted: dict[ModuleRef, tuple[LoraRef, ...]] = {}
-        unknown_bytes = 0.0
-        for lora in target:
-            if (lora.name, lora.file) not in self._touched:
-                unknown_bytes += self._typical_bytes()
-            for ref in self._touched.get((lora.name, lora.file), ()):
-                wanted[ref] = (*wanted.get(ref, ()), lora)
-        had: dict[ModuleRef, tuple[LoraRef, ...]] = {}
-        for lora in self._current:
-            for ref in self._touched.get((lora.name, lora.file), ()):
-                had[ref] = (*had.get(ref, ()), lora)
+        wanted, had = self._touching(target), self._touching(self.current)
+        unknown = sum((lora.name, lora.file) not in self._touched for lora in target)
+        unknown_bytes = unknown * self._typical_bytes() if unknown else 0.0
         merge_bytes = sum(self._weight(ref).nbytes for ref, loras in wanted.items() if had.get(ref) != loras)
         restore_bytes = sum(self._weight(ref).nbytes for ref in had.keys() - wanted.keys())
         merge_rate = self._merge_s_per_byte or _FIRST_MERGE_S_PER_BYTE
@@ -207,20 +195,14 @@ class Merger:
             if terms is None:
                 rewrite.weight.copy_(merged_in_turn(pristine, rewrite.factors))
             else:
-                self._op_for(rewrite.weight)(rewrite.weight, pristine, terms, proven_finite=True)
-            self._note(rewrite.ref, rewrite.recipe)
+                op: MergeOp = load("lora_merge", rewrite.weight.device.type, rewrite.weight.dtype)
+                op(rewrite.weight, pristine, terms, proven_finite=True)
+            if rewrite.recipe:
+                self._live[rewrite.ref] = rewrite.recipe
+            else:
+                self._live.pop(rewrite.ref, None)
         synchronize(rewrites[0].weight.device)
         return self._clock() - started_s
-
-    def _op_for(self, weight: torch.Tensor) -> MergeOp:
-        op: MergeOp = load("lora_merge", weight.device.type, weight.dtype)
-        return op
-
-    def _note(self, ref: ModuleRef, recipe: Recipe) -> None:
-        if recipe:
-            self._live[ref] = recipe
-        else:
-            self._live.pop(ref, None)
 
     def _fall_back(self) -> None:
         """Restore every weight that was ever touched; copying needs no memory."""
@@ -228,13 +210,13 @@ class Merger:
         for ref, pristine in self._pristine.items():
             self._weight(ref).copy_(pristine.copy)
         self._live.clear()
-        self._current = ()
+        self.current = ()
 
     def _weight(self, ref: ModuleRef) -> torch.Tensor:
         """Return the live weight. Asked for each time: weights may be given back and brought into memory again."""
         return live_parameter(self._modules[ref], ref.parameter)
 
-    def _remember(self, touched: Mapping[tuple[str, int], frozenset[ModuleRef]]) -> None:
+    def _remember(self, touched: Mapping[tuple[str, Hashable], frozenset[ModuleRef]]) -> None:
         """Note what files touch; of the files of long ago nothing is known any more."""
         self._touched = {**{key: refs for key, refs in self._touched.items() if key not in touched}, **touched}
         for key in list(self._touched)[: -max(_FILES_REMEMBERED, len(touched))]:
@@ -242,6 +224,14 @@ class Merger:
 
     def _own(self, loaded: LoadedLora) -> frozenset[ModuleRef]:
         return frozenset(ref for ref in loaded.factors if ref.component in self._components)
+
+    def _touching(self, loras: LoraSet) -> dict[ModuleRef, tuple[LoraRef, ...]]:
+        """Return the files of a set that touch each weight, in set order, as far as it is known."""
+        found: dict[ModuleRef, tuple[LoraRef, ...]] = {}
+        for lora in loras:
+            for ref in self._touched.get((lora.name, lora.file), ()):
+                found[ref] = (*found.get(ref, ()), lora)
+        return found
 
     def _typical_bytes(self) -> float:
         """Return the average bytes that a LoRA touches, over those seen."""
@@ -259,10 +249,8 @@ def _largest(weight: torch.Tensor) -> float:
 
 def _terms(rewrite: _Rewrite) -> list[Term] | None:
     """Return what the merge kernel takes; None: not all of the set are plain LoRAs."""
-    plain = [(factor, c) for factor, c in rewrite.factors if isinstance(factor, Factor)]
-    if len(plain) < len(rewrite.factors):
-        return None
-    return [Term(up=factor.up, down=factor.down, c=c) for factor, c in plain]
+    plain = [(it, c) for it, c in rewrite.factors if isinstance(it, Factor) and it.magnitude is None]
+    return [Term(up=it.up, down=it.down, c=c) for it, c in plain] if len(plain) == len(rewrite.factors) else None
 
 
 def _stays_finite(rewrite: _Rewrite, pristine: torch.Tensor) -> bool:

@@ -7,12 +7,12 @@ embeddings are left out, which the log says. `kinds` says what the factors of Lo
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
@@ -38,18 +38,17 @@ _log = logging.getLogger(__name__)
 
 _EMBEDDINGS = "bundle_emb."  # OneTrainer: textual inversions that were trained with the LoRA
 _LISTED = 3
-_tokens = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedLora:
-    """A parsed LoRA file in host memory. `token` is unique to every file ever parsed."""
+    """A parsed LoRA file in host memory. Equal tokens mean equal content."""
 
     name: str
     format: LoraFormat
     factors: Mapping[ModuleRef, AnyFactor]
     nbytes: int
-    token: int = field(default_factory=lambda: next(_tokens))
+    token: Hashable = field(default_factory=object)
 
     @property
     def touches_text_encoder(self) -> bool:
@@ -57,8 +56,7 @@ class LoadedLora:
         return any(is_text(ref.component) for ref in self.factors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraPlan:
+class LoraPlan(NamedTuple):
     """The modules of a header with their keys, all matched, shapes checked. No tensor was read.
 
     `beyond` are keys of layers that only ComfyUI's text encoders have, `embeddings` the placeholders of those that are
@@ -67,9 +65,9 @@ class LoraPlan:
 
     format: LoraFormat
     parts: Mapping[ModuleRef, Mapping[TensorRole, str]]
+    rules: AlphaRules
     beyond: tuple[str, ...]
     embeddings: tuple[str, ...]
-    rules: AlphaRules
 
 
 def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_FILE_BYTES) -> LoadedLora:
@@ -123,13 +121,7 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     rules = config or AlphaRules.of(header.metadata)
     for ref, roles in parts.items():
         reading.check(ref, roles, header, targets.parameters[ref], rules)
-    return LoraPlan(
-        format=formats.pop(),
-        parts=parts,
-        rules=rules,
-        beyond=tuple(unknown),
-        embeddings=tuple(dict.fromkeys(bundled)),
-    )
+    return LoraPlan(formats.pop(), parts, rules, beyond=tuple(unknown), embeddings=tuple(dict.fromkeys(bundled)))
 
 
 def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: LoraTargets) -> None:

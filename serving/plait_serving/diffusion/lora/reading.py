@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,9 @@ from plait_serving.diffusion.lora import container
 from plait_serving.diffusion.lora.keys import TensorRole
 from plait_serving.diffusion.lora.kinds import (
     AnyFactor,
-    DecomposedFactor,
     Factor,
     FileMatrix,
-    HadamardFactor,
-    KroneckerFactor,
-    PlainFactor,
+    PairFactor,
 )
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import ModuleRef
@@ -84,17 +82,15 @@ def factor(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> AnyFactor:
     """Return what a module's checked tensors make. Raises `LoraError` for numbers that are no weights."""
     if TensorRole.DIFFERENCE in tensors:
         return _difference(ref, tensors[TensorRole.DIFFERENCE])
-    if TensorRole.DOWN in tensors:
-        inner: PlainFactor = _lora(ref, tensors, rules)
-    else:
-        inner = _product_of_two(ref, tensors, rules)
+    is_lora = TensorRole.DOWN in tensors
+    found = _lora(ref, tensors, rules) if is_lora else _product_of_two(ref, tensors, rules)
     for role in (TensorRole.MAGNITUDE, TensorRole.DORA_SCALE):
         if role in tensors:
             magnitude = tensors[role]
             _largest(ref, magnitude)
-            by_input = role is TensorRole.DORA_SCALE and _is_by_input(tuple(magnitude.shape), inner.shape[0])
-            return DecomposedFactor(inner=inner, magnitude=magnitude.flatten(), by_input=by_input)
-    return inner
+            by_input = role is TensorRole.DORA_SCALE and _is_by_input(tuple(magnitude.shape), found.shape[0])
+            return replace(found, magnitude=magnitude.flatten(), by_input=by_input, bound=math.inf)
+    return found
 
 
 # ---- LoRA -----------------------------------------------------------------------------------------------------------
@@ -130,11 +126,12 @@ def _lora(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:
     return Factor(down=down, up=up, alpha=_alpha(ref, tensors, rank, rules), bound=_bound(ref, up, down))
 
 
-def _difference(ref: ModuleRef, tensor: torch.Tensor) -> KroneckerFactor:
+def _difference(ref: ModuleRef, tensor: torch.Tensor) -> PairFactor:
     """Return what adds a tensor as it is: its Kronecker product with 1."""
     whole = FileMatrix(right=tensor.reshape(len(tensor), -1))
     one = FileMatrix(right=torch.ones(1, 1, dtype=tensor.dtype))
-    return KroneckerFactor(first=one, second=whole, alpha=1.0, rank=1, bound=_largest(ref, tensor))
+    bound = _largest(ref, tensor)
+    return PairFactor(first=one, second=whole, is_kronecker=True, alpha=1.0, rank=1, bound=bound)
 
 
 # ---- LoHa and LoKr --------------------------------------------------------------------------------------------------
@@ -190,18 +187,15 @@ def _complete(ref: ModuleRef, names: _Names, found: Collection[TensorRole | None
         raise LoraError(f"{ref} has no {' and no '.join(missing)}, but {', '.join(sorted(keys.values()))}")
 
 
-def _product_of_two(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> HadamardFactor | KroneckerFactor:
+def _product_of_two(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> PairFactor:
     is_loha = bool(tensors.keys() & _LOHA_ROLES)
     first, second = (_matrix(tensors, names) for names in (_LOHA if is_loha else _LOKR))
     bound = _matrix_bound(ref, first) * _matrix_bound(ref, second)
     # What alpha is divided by. Where both matrices are whole, LyCORIS does not divide; PEFT takes its configured rank.
     rank = next((matrix.right.shape[0] for matrix in (second, first) if matrix.left is not None), None)
-    if rank is None and (rank := rules.rank(ref)) is None:
-        return KroneckerFactor(first=first, second=second, alpha=1.0, rank=1, bound=bound)
-    alpha = _alpha(ref, tensors, rank, rules)
-    if is_loha:
-        return HadamardFactor(first=first, second=second, alpha=alpha, rank=rank, bound=bound)
-    return KroneckerFactor(first=first, second=second, alpha=alpha, rank=rank, bound=bound)
+    rank = rules.rank(ref) if rank is None else rank
+    alpha, rank = (1.0, 1) if rank is None else (_alpha(ref, tensors, rank, rules), rank)
+    return PairFactor(first=first, second=second, is_kronecker=not is_loha, alpha=alpha, rank=rank, bound=bound)
 
 
 def _matrix(tensors: Tensors, names: _Names) -> FileMatrix:

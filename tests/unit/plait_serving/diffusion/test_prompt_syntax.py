@@ -18,7 +18,7 @@ from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens, word_ids
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
-from support.denoise import make_request
+from support.denoise import make_request, prepared
 from support.families import opened
 
 A1111 = PromptSyntax.A1111
@@ -242,7 +242,7 @@ def naive(bundle, encoder, parts: list[list[tuple[str, float]]]) -> torch.Tensor
 
 def encoded(encoder, prompt: str, **more) -> torch.Tensor:
     """The prompt's own row."""
-    return encoder.prepare(make_request(prompt=prompt, guidance_scale=1.0, **more)).text
+    return prepared(encoder, make_request(prompt=prompt, guidance_scale=1.0, **more)).text
 
 
 def test_weights_scale_embeddings_and_keep_their_mean(case):
@@ -279,7 +279,7 @@ def test_second_prompts_are_diffusers(tiny_sdxl_folder):
     for negatives in ({}, {"negative_prompt": "blue"}, {"negative_prompt_2": "a dog"},
                       {"negative_prompt": "blue", "negative_prompt_2": "a dog"}):  # fmt: skip
         prompts = {"prompt": "a red cat", "prompt_2": "green tree", **negatives}
-        ours = encoder.prepare(make_request(**prompts))
+        ours = prepared(encoder, make_request(**prompts))
         with torch.no_grad():
             found = pipeline.encode_prompt(
                 **prompts, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True

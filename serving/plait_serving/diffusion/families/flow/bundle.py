@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from torch import nn
 from transformers import CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.encoders import Parts, WeightedPart
+from plait_serving.diffusion.families.encoders import Parts, WeightedPart, tokenizer_of
 from plait_serving.diffusion.families.flow.schedules import Schedules
-from plait_serving.diffusion.loading import outline_module, translate
+from plait_serving.diffusion.loading import outline_module
 from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
@@ -132,7 +131,11 @@ def outline_bundle(
     return FlowBundle(
         folder=folder,
         modules=modules,
-        tokenizers=_tokenizers(folder, modules),
+        tokenizers={
+            part: tokenizer_of(folder, part, T5TokenizerFast if kind == _T5 else CLIPTokenizer)
+            for part, kind in ((part, _text_kind(module.config)) for part, module in modules.items())
+            if kind
+        },
         schedules=schedules,
         dtype=dtype,
         device=device,
@@ -171,18 +174,6 @@ def _weights(folder: Path) -> WeightFiles:
                 f"{path}: {name} is {info.dtype}: an fp8 checkpoint is not supported; F16, BF16 and F32 are"
             )
     return files
-
-
-def _tokenizers(folder: Path, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    found = {}
-    for part, text_kind in ((part, _text_kind(module.config)) for part, module in modules.items()):
-        path = folder / part.replace("text_encoder", "tokenizer")
-        if text_kind and not path.is_dir():
-            raise ModelError(f"{path}: missing")
-        if text_kind:
-            kind: Any = T5TokenizerFast if text_kind == _T5 else CLIPTokenizer
-            found[part] = translate(path, partial(kind.from_pretrained, local_files_only=True))
-    return found
 
 
 def check_widths(bundle: FlowBundle, *, channels: int, pooled: int, text: int | None) -> None:

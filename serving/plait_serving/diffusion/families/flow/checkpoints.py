@@ -27,10 +27,12 @@ _LOOK_ALIKES: tuple[tuple[str, str], ...] = (
     (r"^(mid_convs|down_res)\.\d", "a ControlNeXt, which adds to a model"),
     (r"^(single_)?transformer_blocks\.\d", "a transformer in the layout of diffusers, which is a part of a folder"),
 )
-_CHANNELS = {
-    384: "FLUX.1 Fill, which takes a mask and a masked image",
-    128: "FLUX.1 Canny or Depth, which take a control image",
+OTHER_INPUTS = {
+    6: "FLUX.1 Fill, which takes a mask and a masked image",
+    2: "FLUX.1 Canny or Depth, which take a control image",
 }
+"""What a transformer is that takes so many times the channels of FLUX.1."""
+_CHANNELS = 64
 _QUANTIZED = re.compile(r"\.(quant_state\.|absmax$|quant_map$|qweight$|scale_weight$)")
 
 
@@ -75,9 +77,9 @@ def _check(tensors: Mapping[str, TensorInfo]) -> None:
             how = "fp8" if info.dtype.startswith("F8") else "quantized (NF4 or alike)"
             raise ModelError(f"{key} is {info.dtype}: {how} checkpoints are not supported; F16, BF16 and F32 are")
     first = own_names(tensors).get("img_in.weight")
-    taken = 0 if first is None else tensors[first].shape[-1]
-    if taken in _CHANNELS:
-        raise ModelError(f"this is {_CHANNELS[taken]}: not supported")
+    other = None if first is None else OTHER_INPUTS.get(tensors[first].shape[-1] // _CHANNELS)
+    if other is not None:
+        raise ModelError(f"this is {other}: not supported")
 
 
 def transformer_config(tensors: Mapping[str, TensorInfo], *, head: int) -> dict[str, Any]:

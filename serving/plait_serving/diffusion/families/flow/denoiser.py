@@ -104,6 +104,7 @@ class FlowDenoiser(ABC):
             scheduler,
             seeds=seeds,
             shape=bundle.latent_shape(*size),
+            draws=bool(scheduler.config.get("stochastic_sampling")),
             first_step=request.first_step,
             dtype=bundle.dtype,
             device=bundle.device,

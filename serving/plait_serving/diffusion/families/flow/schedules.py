@@ -1,13 +1,12 @@
-"""Schedules of flow models, and a request's sampler. All scheduler calls are made here.
+"""Schedules of flow models, and a request's sampler.
 
-Schedulers are called exactly like diffusers' pipelines do, so that the latents are the same. Legend: s a noise level, 1
-to 0; latents are `(1 - s) * image + s * noise`, and the model predicts `noise - image`.
+Legend: s a noise level, 1 to 0; latents are `(1 - s) * image + s * noise`, and the model predicts `noise - image`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -19,9 +18,9 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
     UniPCMultistepScheduler,
 )
-from diffusers.utils.torch_utils import randn_tensor
 
 from plait_serving.diffusion.errors import ModelError, RequestError
+from plait_serving.diffusion.families.samplers import SchedulerSampler, spacing
 from plait_serving.diffusion.request_terms import SamplerChoice
 from plait_serving.diffusion.values import Scheduler, Sigmas
 
@@ -37,12 +36,6 @@ _CLASSES: Mapping[Scheduler, tuple[type[Any], Config]] = {
 }
 _SPACED = (Scheduler.EULER, Scheduler.EULER_A)
 _STARTS_FROM_IMAGES = (*_SPACED, Scheduler.HEUN)
-_SPACINGS = {
-    Sigmas.KARRAS: "use_karras_sigmas",
-    Sigmas.EXPONENTIAL: "use_exponential_sigmas",
-    Sigmas.BETA: "use_beta_sigmas",
-}
-_SEED_LIMIT = 2**64  # seeds are taken modulo this, as torch's generators do for negative numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +85,6 @@ class Schedules:
         made_of, changes = _CLASSES[kind]
         known = inspect.signature(made_of.__init__).parameters
         config = {key: value for key, value in self.config.items() if key in known}
-        spacing = {} if sigmas is None else {key: sigmas is each for each, key in _SPACINGS.items()}
         shift = {"flow_shift": self.config["shift"]} if changes is _FLOW else {}
         given: dict[str, Any] = {"num_inference_steps": steps}
         if self.even and kind in _SPACED:
@@ -100,7 +92,7 @@ class Schedules:
         if self.even or self.config["use_dynamic_shifting"]:
             given["mu"] = self._mu(tokens)
         try:
-            scheduler = made_of.from_config({**config, **spacing, **changes, **shift})
+            scheduler = made_of.from_config({**config, **spacing(sigmas), **changes, **shift})
             scheduler.set_timesteps(device=device, **given)
         except (ValueError, TypeError, AssertionError, RuntimeError) as error:
             raise RequestError(f"{kind} cannot take {steps} steps of this model: {error}", param="scheduler") from error
@@ -113,42 +105,8 @@ class Schedules:
         return float(tokens * slope + (self.config["base_shift"] - slope * low))
 
 
-class FlowSampler:
-    """A `RequestSampler`. Steps must be taken in order; the object belongs to one request.
-
-    A step here is one denoiser call: with Heun, a schedule of N steps has 2 N - 1 of them.
-    """
-
-    def __init__(
-        self,
-        scheduler: Any,
-        *,
-        seeds: Sequence[int],
-        shape: tuple[int, int, int],
-        first_step: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Take the scheduler object; `shape` is one image's `(c, h, w)`. The schedule's steps before `first_step` are
-        left out."""
-        self._scheduler = scheduler
-        self._first = first_step * int(scheduler.order)
-        scheduler.set_begin_index(self._first)
-        self._generators = [torch.Generator("cpu").manual_seed(seed % _SEED_LIMIT) for seed in seeds]
-        self._shape = (len(seeds), *shape)
-        self._dtype, self._device = dtype, torch.device(device)
-        is_random = scheduler.config.get("stochastic_sampling")
-        self._extra: dict[str, Any] = {"generator": self._generators} if is_random else {}
-
-    @property
-    def timesteps(self) -> torch.Tensor:
-        """`(N,)`: entry i is what step i feeds to the model, 1000 to 0."""
-        return cast("torch.Tensor", self._scheduler.timesteps[self._first :])
-
-    def draw(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return standard normal `(n, c, h, w)`; image i is drawn from its own generator, which moves on."""
-        noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=dtype or self._dtype)
-        return cast("torch.Tensor", noise)
+class FlowSampler(SchedulerSampler):
+    """A `RequestSampler`."""
 
     def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Return `(n, c, h, w)` noise, drawn or given."""
@@ -161,11 +119,6 @@ class FlowSampler:
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:  # noqa: ARG002  # of no step
         """Return the model's input for `latents`: they are never scaled."""
         return latents
-
-    def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """Return the latents after step `step`, given the guided model output, in its dtype."""
-        taken = self._scheduler.step(output, self.timesteps[step], latents, **self._extra, return_dict=False)
-        return cast("torch.Tensor", taken[0])
 
     def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
         """Return the x0 estimate at step `step`, for previews. Changes no state and draws no noise."""

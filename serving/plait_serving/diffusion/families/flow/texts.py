@@ -7,17 +7,16 @@ that is part of the image, since no mask hides the padding.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.encoders import Call
+from plait_serving.diffusion.families.factors import Kept
 
-_REMEMBERED = 256
-"""Texts whose words are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
-_MAX_REMEMBERED_WORDS = 4_096
-"""Longer texts are refused, or rare: 256 of these are 40 MB, of 32,000 a third of a GB."""
+_REMEMBERED, _REMEMBERED_BYTES, _WORD_BYTES = 256, 40_000_000, 36
+"""Texts whose words are kept: a prompt is tokenized when its request arrives, and read when it is encoded. So many of
+4,096 words are so many bytes; of 32,000, which are refused, or rare, they would be a third of a GB."""
 _WORD_CHARS = 6
 """What a token is of English, and a space: of a text of more than so many for each that there is room for, the
 beginning is looked at first. All of 32,000 brackets take a tokenizer 50 ms, and it has no time for others meanwhile."""
@@ -29,25 +28,19 @@ class TextTokens:
 
     def __init__(self, tokenizers: Mapping[str, Any]) -> None:
         self._tokenizers = tokenizers
-        self._lock, self._one_call = threading.Lock(), threading.Lock()
-        self._known: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
+        self._one_call = threading.Lock()
+        self._known: Kept[tuple[int, ...]] = Kept(_REMEMBERED, _REMEMBERED_BYTES)
 
     def words(self, part: str, text: str) -> tuple[int, ...]:
         """Return the ids of a text's words, without begin, end and padding."""
-        key = (part, text)
-        with self._lock:
-            found = self._known.get(key)
-        if found is None:
+
+        def read() -> tuple[tuple[int, ...], int]:
             with self._one_call:
                 tokenizer = self._tokenizers[part]
-                found = tuple(tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids)
-        if len(found) <= _MAX_REMEMBERED_WORDS:
-            with self._lock:
-                self._known[key] = found
-                self._known.move_to_end(key)
-                if len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
-        return found
+                ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
+            return tuple(ids), _WORD_BYTES * len(ids)
+
+        return self._known.get((part, text), read)
 
     def clip(self, part: str, text: str, skip: int = 0) -> Call:
         """Return the call by which CLIP reads the beginning of a text."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from PIL import Image
 
 from plait_serving.diffusion.edits import to_pixels
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.encoders import Call, Outputs, TextEncoding
+from plait_serving.diffusion.families.encoders import Call, EncodedText, Outputs, TextEncoding
 from plait_serving.diffusion.families.flow.bundle import FlowBundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
 from plait_serving.diffusion.families.flow.texts import TextTokens
@@ -21,6 +20,8 @@ from plait_serving.diffusion.values import ImageRequest, RgbImage
 
 CLIP, T5 = "text_encoder", "text_encoder_2"
 _PATCH = 2
+_REFERENCE = Call("vae", ())
+"""Of a request with a reference image the first call: of the VAE's encoder."""
 
 KONTEXT_SIZES = (
     (672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104),
@@ -34,35 +35,33 @@ class FluxDenoiser(FlowDenoiser):
     """One model: dev, schnell or Kontext."""
 
     def begin(self, request: ImageRequest) -> Encoding:
-        """Return what encodes the prompts, the negative one first if the request has true CFG, and a reference."""
-        texts = calls_of(self.tokens, request, length_of(request, self.bundle))
-        encoding = TextEncoding(
-            [call for text in texts for call in text],
-            run=self.encoded,
+        """Return what encodes a reference, if there is one, and the prompts, the negative one first if the request has
+        true CFG."""
+        texts, reference = calls_of(self.tokens, request, length_of(request, self.bundle)), request.reference
+        calls = [call for text in texts for call in text]
+        return TextEncoding(
+            calls if reference is None else [_REFERENCE, *calls],
+            run=lambda call: self.encoded(call) if reference is None or call != _REFERENCE else self._read(reference),
             finish=lambda outputs: self._conditioning(texts, outputs, request.n),
         )
-        if request.reference is None:
-            return encoding
-        reference = request.reference
-        return ReferenceEncoding(encoding, lambda: self._reference(reference))
 
     @torch.inference_mode()
     def _conditioning(self, texts: Sequence[Sequence[Call]], outputs: Outputs, n: int) -> Conditioning:
         pooled = [outputs[clip].pooled for clip, _ in texts]
-        return Conditioning(
-            text=torch.cat([outputs[long].hidden for _, long in texts]).to(self.bundle.dtype),
-            added={"pooled": torch.cat([each for each in pooled if each is not None]).to(self.bundle.dtype)},
-            n=n,
-        )
+        added = {"pooled": torch.cat([each for each in pooled if each is not None]).to(self.bundle.dtype)}
+        if (read := outputs.get(_REFERENCE)) is not None and read.pooled is not None:
+            added["reference"] = read.hidden.expand(len(texts), -1, -1)
+            added["reference_positions"] = read.pooled.expand(len(texts), -1, -1)
+        text = torch.cat([outputs[long].hidden for _, long in texts]).to(self.bundle.dtype)
+        return Conditioning(text=text, added=added, n=n)
 
     @torch.inference_mode()
-    def _reference(self, image: RgbImage) -> dict[str, torch.Tensor]:
-        """Return the tokens `(1, T, C)` of an image of any size, and their positions `(1, T, 3)`."""
+    def _read(self, image: RgbImage) -> EncodedText:
+        """Return the tokens `(1, T, C)` of an image of any size and, as what is pooled, their positions `(1, T, 3)`."""
         bundle, config = self.bundle, self.bundle.vae.config
         latents = bundle.encode(to_pixels(snapped(image, bundle))).mode()
         latents = (latents - config.shift_factor) * config.scaling_factor
-        positions = positions_of(latents, which=1).to(latents)
-        return {"reference": packed(latents), "reference_positions": positions[None]}
+        return EncodedText(packed(latents), positions_of(latents, which=1).to(latents)[None])
 
     def run(self, rows: Rows) -> torch.Tensor:
         """Return the transformer's output `(R, c, h, w)`; timesteps and guidance are rounded as in diffusers."""
@@ -89,30 +88,6 @@ class FluxDenoiser(FlowDenoiser):
     def scale_of(self, request: ImageRequest) -> float:
         """Return the request's `true_cfg_scale`: its `guidance_scale` is an input."""
         return request.true_cfg_scale
-
-
-class ReferenceEncoding:
-    """An `Encoding` with one more call, the first: of the VAE, for a reference image."""
-
-    def __init__(self, texts: TextEncoding[Call], encode: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        self._texts, self._encode = texts, encode
-        self._found: Mapping[str, torch.Tensor] | None = None
-
-    @property
-    def calls_left(self) -> int:
-        """How many calls are left to make."""
-        return self._texts.calls_left + (self._found is None)
-
-    def advance(self) -> Conditioning | None:
-        """Make one call; return the conditioning if it was the last."""
-        if self._found is None:
-            self._found = self._encode()
-            return None
-        text = self._texts.advance()
-        if text is None:
-            return None
-        found = {name: value.expand(text.branches, -1, -1) for name, value in self._found.items()}
-        return replace(text, added={**text.added, **found})
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------

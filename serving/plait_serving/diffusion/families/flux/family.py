@@ -11,6 +11,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from plait_serving.diffusion.errors import ModelError, RequestError
 from plait_serving.diffusion.families.flow.bundle import check_widths
+from plait_serving.diffusion.families.flow.checkpoints import OTHER_INPUTS
 from plait_serving.diffusion.families.flow.family import FlowFamily
 from plait_serving.diffusion.families.flux.denoiser import (
     CLIP,
@@ -29,12 +30,6 @@ from plait_serving.diffusion.values import ImageRequest
 
 _TAKES = frozenset(("prompt_2", "max_sequence_length"))
 _CFG_TAKES = _TAKES | {"true_cfg_scale", "negative_prompt", "negative_prompt_2"}
-
-_LOOK_ALIKES = {
-    6: "FLUX.1 Fill, which takes a mask and a masked image",
-    2: "FLUX.1 Canny or Depth, which take a control image",
-}
-"""What a transformer is that takes so many times the channels."""
 
 
 class FluxFamily(FlowFamily):
@@ -64,7 +59,7 @@ class FluxFamily(FlowFamily):
             reads_images=reads_images,
         )
         channels = 4 * int(outline.vae.config.latent_channels)
-        look_alike = _LOOK_ALIKES.get(outline.config.in_channels // channels)
+        look_alike = OTHER_INPUTS.get(outline.config.in_channels // channels)
         if look_alike is not None:
             raise ModelError(f"{folder / 'transformer' / 'config.json'}: this is {look_alike}: not supported")
         check_widths(

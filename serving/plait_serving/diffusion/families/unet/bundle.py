@@ -7,8 +7,9 @@ weights, a UNet feature that has no input, a refiner) is a `ModelError` that nam
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.encoders import tokenizer_of
 from plait_serving.diffusion.families.unet.config import (
     UNetKind,
     check_unet_config,
@@ -42,8 +44,8 @@ class Bundle:
 
     `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
     for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
-    `weights_bytes`: what all weights take in memory. In an outline the modules have no weights, and there is no safety
-    checker.
+    `weights_bytes`: what all weights take in memory; `decoding_bytes_per_pixel`: what decoding an image takes. In an
+    outline the modules have no weights, and there is no safety checker.
     """
 
     folder: Path
@@ -63,6 +65,7 @@ class Bundle:
     vae_dtype: torch.dtype
     device: torch.device
     weights_bytes: int
+    decoding_bytes_per_pixel: int
 
     @property
     def latent_channels(self) -> int:
@@ -88,15 +91,6 @@ class Bundle:
     def size_multiple(self) -> int:
         """Widths and heights must be multiples of this, in pixels: diffusers' pipelines require 8."""
         return max(8, self.vae_factor)
-
-    @property
-    def decoding_bytes_per_pixel(self) -> int:
-        """The memory that decoding an image takes; a step of the UNet takes less.
-
-        The decoder's last level has full size and twice the channels of the configuration's first, about four times
-        over: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32.
-        """
-        return _decoding_bytes_per_pixel(cast("Any", self.vae).config, self.vae_dtype)
 
     @property
     def min_whole_edge(self) -> int:
@@ -130,18 +124,23 @@ def load_bundle(
     vae_dtype = torch.float32 if overflows else dtype
     target = torch.device(device)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
-    height, width = _native_size(unet_config, factor)
+    size = unet_config.get("sample_size") or 64
+    height, width = (factor * edge for edge in (size if isinstance(size, list | tuple) else (size, size)))
     encoders = _text_kinds(folder, kind)
     _check_text_width(folder, unet_config, encoders)
+    tokenizers = tokenizers or tuple(tokenizer_of(folder, part, CLIPTokenizer) for part in encoders)
     kinds = dict(encoders)
     extractor = _feature_extractor(folder, index) if safety_checker else None
     if extractor is not None:
         kinds["safety_checker"] = _checker_kind()
     kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
-    scheduler = _scheduler_config(folder, index, kind)
+    written = read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = scheduler_config(folder, written, index.get("scheduler"), kind)
     files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
-    decoding = _decoding_bytes_per_pixel(vae_config, vae_dtype) * width * height
-    need = MemoryNeed.of(files.values(), activation_bytes=decoding)
+    # The decoder's last level has full size and twice the channels of the configuration's first, about four times over:
+    # 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32. A step of the UNet takes less.
+    decoding = 4 * 2 * int(vae_config["block_out_channels"][0]) * vae_dtype.itemsize
+    need = MemoryNeed.of(files.values(), activation_bytes=decoding * width * height)
     if not outline:
         check_memory(str(folder), need, target)
     files |= {part: (files[part][0], files[part][0].stored_dtype) for part in mapped}
@@ -155,7 +154,7 @@ def load_bundle(
         kind=kind,
         unet=modules["unet"],
         vae=modules["vae"],
-        tokenizers=tokenizers or _tokenizers(folder, encoders),
+        tokenizers=tokenizers,
         text_encoders=tuple(modules[part] for part in encoders),
         scheduler_config=scheduler,
         safety_checker=modules.get("safety_checker"),
@@ -168,6 +167,7 @@ def load_bundle(
         vae_dtype=vae_dtype,
         device=target,
         weights_bytes=need.weights_bytes,
+        decoding_bytes_per_pixel=decoding,
     )
 
 
@@ -194,24 +194,15 @@ def load_controlnet(folder: Path, *, dtype: torch.dtype = torch.float32, device:
     return load_module(ControlNetModel, files, dtype, target)
 
 
-def map_unet(folder: Path) -> nn.Module:
-    """Load a UNet's folder in the files' dtype, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
-    return _map(UNet2DConditionModel, folder)
-
-
-def map_vae(folder: Path) -> nn.Module:
-    """Load a VAE's folder like `map_unet`."""
-    return _map(AutoencoderKL, folder)
-
-
-def map_controlnet(folder: Path) -> nn.Module:
-    """Load a ControlNet's folder like `map_unet`."""
-    return _map(ControlNetModel, folder)
-
-
-def _map(kind: Any, folder: Path) -> nn.Module:
+def _mapped(kind: Any, folder: Path) -> nn.Module:
+    """Load a folder in the files' dtype, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
     files = find_weights(folder)
     return load_module(kind, files, files.stored_dtype, torch.device("cpu"))
+
+
+map_unet = partial(_mapped, UNet2DConditionModel)
+map_vae = partial(_mapped, AutoencoderKL)
+map_controlnet = partial(_mapped, ControlNetModel)
 
 
 def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
@@ -240,26 +231,15 @@ def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: Mapping[s
 
 
 def _text_kinds(folder: Path, kind: UNetKind) -> Mapping[str, Any]:
-    """Return the classes of the text encoders, whose folders and tokenizers are there."""
+    """Return the classes of the text encoders, whose folders are there."""
     kinds: dict[str, Any] = {"text_encoder": CLIPTextModel}
     if kind is UNetKind.SDXL:
         kinds["text_encoder_2"] = CLIPTextModelWithProjection
     for encoder in kinds:
-        for part in (encoder.replace("text_encoder", "tokenizer"), encoder):
-            if not (folder / part).is_dir():
-                raise ModelError(f"{folder / part}: missing")
+        if not (folder / encoder).is_dir():
+            raise ModelError(f"{folder / encoder}: missing")
         read_json(folder / encoder / "config.json")
     return kinds
-
-
-def _tokenizers(folder: Path, encoders: Iterable[str]) -> tuple[Any, ...]:
-    return tuple(
-        translate(
-            folder / part.replace("text_encoder", "tokenizer"),
-            lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True),
-        )
-        for part in encoders
-    )
 
 
 def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:
@@ -280,18 +260,3 @@ def _checker_kind() -> Any:
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 
     return StableDiffusionSafetyChecker
-
-
-def _scheduler_config(folder: Path, index: Mapping[str, Any], kind: UNetKind) -> SchedulerConfig:
-    written = read_json(folder / "scheduler" / "scheduler_config.json")
-    return scheduler_config(folder, written, index.get("scheduler"), kind)
-
-
-def _decoding_bytes_per_pixel(vae_config: Mapping[str, Any], dtype: torch.dtype) -> int:
-    return 4 * 2 * int(vae_config["block_out_channels"][0]) * dtype.itemsize
-
-
-def _native_size(unet_config: Mapping[str, Any], factor: int) -> tuple[int, int]:
-    size = unet_config.get("sample_size") or 64
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return height * factor, width * factor

@@ -22,12 +22,14 @@ _ENCODED = ("sample", "embedding", "text")
 class CompiledHalves:
     """Both halves of one UNet. Compute thread only: a half's output lives until the next call.
 
-    `live`: they read the UNet's own weights, so LoRA sets that are merged into those hold for them, too.
+    `live`: they read the UNet's own weights, so LoRA sets that are merged into those hold for them, too. `offered`:
+    they run calls whose LoRA sets are inputs, torch runs all others.
     """
 
     encoder: PreparedProgram
     decoder: PreparedProgram
     live: bool = False
+    offered: bool = False
 
     @property
     def settled(self) -> bool:
@@ -48,7 +50,8 @@ class CompiledHalves:
 
 def row_wise_halves(unet: Any) -> CompiledHalves:
     """Return both halves as torch programs that take factors, of a UNet in float32 on a CPU. Nothing is copied."""
-    return CompiledHalves(encoder=_program(EncoderHalf(unet)), decoder=_program(DecoderHalf(unet)), live=True)
+    encoder, decoder = _program(EncoderHalf(unet)), _program(DecoderHalf(unet))
+    return CompiledHalves(encoder=encoder, decoder=decoder, live=True, offered=True)
 
 
 def _program(half: nn.Module) -> TorchProgram:

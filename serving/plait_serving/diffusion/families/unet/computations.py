@@ -137,8 +137,13 @@ def _only(module: Any, parts: Collection[str]) -> Any:
     return clone
 
 
+ADDED = ("text_embeds", "time_ids")
+"""What a ControlNet of SDXL reads beside text."""
+
+
 class ControlNetTrunk(nn.Module):
-    """`(sample, timesteps, text, embedding[, text_embeds, time_ids])` to the down residuals and the mid residual."""
+    """`(sample, timesteps, text, embedding[, text_embeds, time_ids])` to the down residuals and the mid residual, times
+    `scale`, a number or `(R, 1, 1, 1)`."""
 
     def __init__(self, headless: Any) -> None:
         super().__init__()
@@ -151,15 +156,16 @@ class ControlNetTrunk(nn.Module):
         text: torch.Tensor,
         embedding: torch.Tensor,
         *added: torch.Tensor,
+        scale: float | torch.Tensor = 1.0,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the ControlNet at scale 1."""
+        """Run the ControlNet."""
         down, mid = self.controlnet(
             sample=sample,
             timestep=timesteps,
             encoder_hidden_states=text,
             controlnet_cond=embedding,
-            conditioning_scale=1.0,
-            added_cond_kwargs=dict(zip(("text_embeds", "time_ids"), added, strict=False)) or None,
+            conditioning_scale=scale,
+            added_cond_kwargs=dict(zip(ADDED, added, strict=False)) or None,
             return_dict=False,
         )
         return (*down, mid)
@@ -168,7 +174,7 @@ class ControlNetTrunk(nn.Module):
 def controlnet_computation(headless: Any) -> Computation:
     """Return the computation of a ControlNet whose image embedding is left out (`controlnet.ControlNetModelRunner`)."""
     config = headless.config
-    channels, width = int(config.in_channels), int(config.block_out_channels[0])
+    channels, width, side = int(config.in_channels), int(config.block_out_channels[0]), example_side(config)
     shapes: dict[str, tuple[int | None, ...]] = {
         "sample": (None, channels, None, None),
         "timesteps": (None,),
@@ -178,15 +184,12 @@ def controlnet_computation(headless: Any) -> Computation:
     if config.addition_embed_type == "text_time":
         time_ids = 6
         pooled = int(config.projection_class_embeddings_input_dim) - time_ids * int(config.addition_time_embed_dim)
-        shapes |= {"text_embeds": (None, pooled), "time_ids": (None, time_ids)}
+        shapes |= dict(zip(ADDED, ((None, pooled), (None, time_ids)), strict=True))
     rng = torch.Generator().manual_seed(0)
-    side = example_side(config)
-    sizes = {"text": (_ROWS, _TOKENS), "sample": (_ROWS, channels, side, side)}
     example = []
-    for name, shape in shapes.items():
-        given = (*sizes.get(name, ()), *([None] * len(shape)))
-        size = [given[i] or wanted or (_ROWS if i == 0 else side) for i, wanted in enumerate(shape)]
-        example.append(torch.randn(*size, generator=rng))
+    for name, (_, *sizes) in shapes.items():
+        open_size = _TOKENS if name == "text" else side
+        example.append(torch.randn(_ROWS, *(size or open_size for size in sizes), generator=rng))
     example[1] = torch.tensor([981.0, 1.0])
     return Computation(
         module=ControlNetTrunk(headless).eval(),

@@ -1,6 +1,7 @@
 """One diffusers ControlNet: the control image is embedded once per request, then residuals for batches of rows.
 
-Shapes: a block has R rows of `sample (R, c, h, w)`; B is the sum of R over a batch; E the width of the embedding.
+Calls are in `Constants` as their sessions. Shapes: a call has R rows of `sample (R, c, h, w)`; B is the sum of R over
+a batch; E the width of the embedding.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ from plait_kernels.device_errors import is_device_lost, is_out_of_memory
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back, graph_memory
-from plait_serving.diffusion.controlnet.rows import Constants, ControlRows, check_image
+from plait_serving.diffusion.controlnet.rows import Constants, batch_key, check_image
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
 from plait_serving.diffusion.families.unet.bundle import map_controlnet
-from plait_serving.diffusion.families.unet.computations import ControlNetTrunk, controlnet_computation
+from plait_serving.diffusion.families.unet.computations import ADDED, ControlNetTrunk, controlnet_computation
 from plait_serving.diffusion.families.unet.config import check_controlnet
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
-from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 
-def by_key(blocks: Sequence[ControlRows]) -> list[list[int]]:
-    """Return the indices of the blocks that can share a forward pass, each list in order."""
+def by_key(calls: Sequence[ControlCall]) -> list[list[int]]:
+    """Return the indices of the calls that can share a forward pass, each list in order."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
-    for i, block in enumerate(blocks):
-        groups[block.key].append(i)
+    for i, call in enumerate(calls):
+        groups[batch_key(call)].append(i)
     return list(groups.values())
 
 
 class ControlNetModelRunner:
     """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
 
-    A batch with a block that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
+    A batch with a call that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
     weights) whose `controlnet_cond_embedding` passes through the embedding that `embed` made earlier. That embedding
     is computed for one row where diffusers computes it for the whole batch; convolutions round the two differently
     (2e-7 in fp32). Other batches go through a prepared program once one was adopted; on a GPU, through fused modules.
@@ -66,6 +67,7 @@ class ControlNetModelRunner:
         self.model: ControlNetModel = model.eval().requires_grad_(requires_grad=False)
         self._fusion: Fusion | None = fuse_(self.model) if is_gpu(self.device) else None
         self._headless = _without_image_encoder(self.model)
+        self._trunk = ControlNetTrunk(self._headless).eval()
         self._program: PreparedProgram | None = None
         self._weights = weights
         self._lock = threading.Lock()
@@ -81,8 +83,7 @@ class ControlNetModelRunner:
 
     def graphed(self, memory: GraphMemory) -> GraphProgram:
         """Return a program of graphs over the model's own weights."""
-        trunk = ControlNetTrunk(self._headless).eval()
-        return GraphProgram(trunk, memory.buffers(), name="a ControlNet", pads=True, patience=GRAPH_PATIENCE)
+        return GraphProgram(self._trunk, memory.buffers(), name="a ControlNet", pads=True, patience=GRAPH_PATIENCE)
 
     def adopt(self, program: PreparedProgram, *, live: bool = False) -> None:
         """Run calls that need not be exact through a prepared program from now on; give torch's weights back unless it
@@ -121,99 +122,77 @@ class ControlNetModelRunner:
         return Constants(embedding=self.embed(image, width, height), conditioning=there)
 
     @torch.inference_mode()
-    def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
-        """Return residuals times scale, per block, from one forward pass; the blocks must agree in `ControlRows.key`.
+    def residuals(self, calls: Sequence[ControlCall]) -> list[Residuals]:
+        """Return residuals times scale, per call, from one forward pass; the calls must agree in `batch_key`.
 
         Timesteps and scales may differ. The results are views of one batch, in the device and dtype of the samples.
         Raises `ModelError` if samples and embedding do not fit each other.
         """
-        for block in blocks:
-            _check_fit(block)
-        sizes = [block.constants.rows for block in blocks]
-        exact = any(block.exact for block in blocks)
+        for call in calls:
+            _check_fit(call)
+        sizes = [call.session.rows for call in calls]
+        exact = any(call.exact for call in calls)
         program = None if exact else self._program
+        inputs, scale = self._inputs(calls, sizes), self._scales(calls, sizes)
         with self._lock:
             if self._fusion is not None:
                 self._fusion.enabled = not exact
-            down, mid = self._forward(blocks, sizes) if program is None else self._run(program, blocks, sizes)
-        like = blocks[0].sample
-        parts = [_split(tensor.to(self.dtype), sizes, like) for tensor in (*down, mid)]
-        return [Residuals(down=tuple(part[i] for part in parts[:-1]), mid=parts[-1][i]) for i in range(len(blocks))]
+            if program is not None:
+                outputs = [output * scale for output in program.run(inputs, copy=False)]
+            else:
+                if self._weights is not None:
+                    self._weights.take()
+                outputs = self._trunk(*inputs, scale=scale)
+        like = calls[0].sample
+        parts = [output.to(self.dtype).to(device=like.device, dtype=like.dtype) for output in outputs]
+        blocks = zip(*(part.split_with_sizes(sizes) for part in parts), strict=True)
+        return [Residuals(down=tuple(down), mid=mid) for *down, mid in blocks]
 
-    def _forward(
-        self, blocks: Sequence[ControlRows], sizes: Sequence[int]
-    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        if self._weights is not None:
-            self._weights.take()
-        conditionings = [block.constants.conditioning for block in blocks]
-        down, mid = self._headless(
-            sample=self._here(torch.cat([block.sample for block in blocks])),
-            timestep=self._timesteps(blocks, sizes),
-            encoder_hidden_states=torch.cat([value.expand(value.text) for value in conditionings]),
-            controlnet_cond=_embeddings(blocks, sizes),
-            conditioning_scale=self._scales(blocks, sizes),
-            added_cond_kwargs=_added(conditionings),
-            return_dict=False,
-        )
-        return down, mid
-
-    def _run(
-        self, program: PreparedProgram, blocks: Sequence[ControlRows], sizes: Sequence[int]
-    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        conditionings = [block.constants.conditioning for block in blocks]
-        embedding = _embeddings(blocks, sizes)
-        added = _added(conditionings) or {}
-        inputs = [
-            self._here(torch.cat([block.sample for block in blocks])),
-            self._timesteps(blocks, sizes),
-            torch.cat([value.expand(value.text) for value in conditionings]),
-            embedding.expand(sum(sizes), -1, -1, -1),
-            *(added[name] for name in ("text_embeds", "time_ids") if name in added),
+    def _inputs(self, calls: Sequence[ControlCall], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return what the trunk takes."""
+        given = [call.session.conditioning for call in calls]
+        embeddings = [call.session.embedding.expand(size, -1, -1, -1) for call, size in zip(calls, sizes, strict=True)]
+        # The model calls `.float()` first, so integer and float timesteps can share a tensor.
+        steps = [call.timestep.reshape(1).float().expand(size) for call, size in zip(calls, sizes, strict=True)]
+        return [
+            torch.cat([call.sample for call in calls]).to(device=self.device, dtype=self.dtype),
+            torch.cat(steps).to(self.device),
+            torch.cat([each.expand(each.text) for each in given]),
+            embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings),
+            *(torch.cat([each.expand(each.added[name]) for each in given]) for name in ADDED if name in given[0].added),
         ]
-        scale = self._scales(blocks, sizes)
-        *down, mid = (output * scale for output in program.run(inputs, copy=False))
-        return down, mid
 
-    def try_residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals | EngineError]:
-        """Compute `residuals` for blocks of any key without raising: a failure affects its own block only.
+    def try_residuals(self, calls: Sequence[ControlCall]) -> list[Residuals | EngineError]:
+        """Compute `residuals` for calls of any key without raising: a failure affects its own call only.
 
         A batch that does not fit the device is halved until it does.
         """
-        answers: list[Residuals | EngineError] = [EngineError("not computed")] * len(blocks)
-        for indices in by_key(blocks):
-            for i, answer in zip(indices, self._try_batch([blocks[i] for i in indices]), strict=True):
-                answers[i] = answer
-        return answers
+        answers: dict[int, Residuals | EngineError] = {}
+        for indices in by_key(calls):
+            answers |= zip(indices, self._try_batch([calls[i] for i in indices]), strict=True)
+        return [answers[i] for i in range(len(calls))]
 
-    def _try_batch(self, blocks: list[ControlRows]) -> list[Residuals | EngineError]:
+    def _try_batch(self, calls: list[ControlCall]) -> list[Residuals | EngineError]:
         try:
-            return list(self.residuals(blocks))
+            return list(self.residuals(calls))
         except Exception as error:
             if is_device_lost(error):
                 raise
             failure, is_full = _as_engine_error(error), is_out_of_memory(error)
         if is_full:
             give_back(self.device, short=True)
-        if len(blocks) == 1:
+        if len(calls) == 1:
             return [failure]
-        half = len(blocks) // 2
-        return self._try_batch(blocks[:half]) + self._try_batch(blocks[half:])
+        half = len(calls) // 2
+        return self._try_batch(calls[:half]) + self._try_batch(calls[half:])
 
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype)
-
-    def _timesteps(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
-        """Return `(B,)`. The model calls `.float()` first, so integer and float timesteps can share a tensor."""
-        rows = [block.timestep.reshape(1).float().expand(size) for block, size in zip(blocks, sizes, strict=True)]
-        return torch.cat(rows).to(self.device)
-
-    def _scales(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> float | torch.Tensor:
+    def _scales(self, calls: Sequence[ControlCall], sizes: Sequence[int]) -> float | torch.Tensor:
         """Return one number if all agree, else `float32 (B, 1, 1, 1)`.
 
         A product with the tensor is float32 and rounded to the model's dtype afterwards; one with a number is
         rounded at once.
         """
-        scales = [block.scale for block in blocks]
+        scales = [call.scale for call in calls]
         if all(scale == scales[0] for scale in scales):
             return scales[0]
         rows = torch.tensor(scales, dtype=torch.float32).repeat_interleave(torch.tensor(sizes))
@@ -226,7 +205,7 @@ class ControlNetModelRunner:
             raise ModelError(
                 f"this ControlNet reads text of width {config.cross_attention_dim}, the base model's has {width}"
             )
-        if config.addition_embed_type == "text_time" and not {"text_embeds", "time_ids"} <= set(conditioning.added):
+        if config.addition_embed_type == "text_time" and not set(ADDED) <= set(conditioning.added):
             raise ModelError("this ControlNet is for SDXL; the base model is not")
 
 
@@ -295,32 +274,13 @@ def _without_image_encoder(model: ControlNetModel) -> ControlNetModel:
     return headless
 
 
-def _check_fit(block: ControlRows) -> None:
-    constants = block.constants
-    if block.sample.shape[0] != constants.rows:
-        raise ModelError(f"a session of {constants.rows} rows was asked about {block.sample.shape[0]}")
-    image, latent = tuple(constants.embedding.shape[-2:]), tuple(block.sample.shape[-2:])
+def _check_fit(call: ControlCall) -> None:
+    constants = call.session
+    if call.sample.shape[0] != constants.rows:
+        raise ModelError(f"a session of {constants.rows} rows was asked about {call.sample.shape[0]}")
+    image, latent = tuple(constants.embedding.shape[-2:]), tuple(call.sample.shape[-2:])
     if image != latent:
         raise ModelError(f"the control image is {image} after embedding, the latents are {latent}: not the same family")
-
-
-def _embeddings(blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
-    """Return `(B, E, h, w)`; one block needs no copies, because its single row is broadcast."""
-    if len(blocks) == 1:
-        return blocks[0].constants.embedding
-    pairs = zip(blocks, sizes, strict=True)
-    return torch.cat([block.constants.embedding.expand(size, -1, -1, -1) for block, size in pairs])
-
-
-def _added(conditionings: Sequence[Conditioning]) -> Mapping[str, torch.Tensor] | None:
-    names = conditionings[0].added.keys()
-    if not names:
-        return None
-    return {name: torch.cat([value.expand(value.added[name]) for value in conditionings]) for name in names}
-
-
-def _split(tensor: torch.Tensor, sizes: Sequence[int], like: torch.Tensor) -> Sequence[torch.Tensor]:
-    return tensor.to(device=like.device, dtype=like.dtype).split_with_sizes(list(sizes))
 
 
 def _as_engine_error(error: Exception) -> EngineError:

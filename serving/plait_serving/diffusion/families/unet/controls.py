@@ -5,9 +5,9 @@ Calls to one ControlNet go out as one batch. A ControlNet that fails a request f
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 
@@ -16,89 +16,48 @@ from plait_serving.diffusion.families.rows import BatchLayout, own_rows
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, PendingResiduals, Residuals, StepCall
 
 
-@dataclass(slots=True, eq=False)
-class _PendingQuestions:
-    """One batch of questions to one client. `places[i]` is (request, position in its list) of question i."""
-
-    client: ControlNetClient
-    calls: list[ControlCall] = field(default_factory=list)
-    places: list[tuple[int, int]] = field(default_factory=list)
-    pending: PendingResiduals | None = None
-    refusal: EngineError | None = None
-
-
 class ControlQuestions:
-    """One step's questions to all ControlNets. Made by `ask`, then ended by exactly one of `answers` and `abandon`."""
+    """One step's questions to all ControlNets, which leave when it is made; ended by exactly one of `answers` and
+    `abandon`. A question's place: its request, and its position in that request's list."""
 
-    def __init__(self, asked: list[_PendingQuestions], lengths: list[int]) -> None:
-        self._asked = asked
-        self._lengths = lengths
-
-    @classmethod
-    def ask(
-        cls, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, *, exact: bool
-    ) -> ControlQuestions:
+    def __init__(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, *, exact: bool) -> None:
         """Send every question; return before the answers are computed. `sample (R, c, h, w)`."""
-        by_client: dict[int, _PendingQuestions] = {}
+        self._lengths = [len(call.controls) for call in calls]
+        self._waiting: list[tuple[list[tuple[int, int]], PendingResiduals]] = []
+        self._found: dict[tuple[int, int], Residuals | EngineError] = {}
+        questions: dict[ControlNetClient, dict[tuple[int, int], ControlCall]] = defaultdict(dict)
         for k, call in enumerate(calls):
-            if not call.controls:
-                continue
-            rows = own_rows(sample, layout, k)
-            for place, control in enumerate(call.controls):
-                asked = by_client.setdefault(id(control.client), _PendingQuestions(control.client))
-                asked.calls.append(
-                    ControlCall(
-                        session=control.session,
-                        sample=rows,
-                        timestep=call.timestep,
-                        scale=control.scale,
-                        exact=exact,
-                    )
+            rows = own_rows(sample, layout, k) if call.controls else sample
+            for i, control in enumerate(call.controls):
+                questions[control.client][k, i] = ControlCall(
+                    session=control.session, sample=rows, timestep=call.timestep, scale=control.scale, exact=exact
                 )
-                asked.places.append((k, place))
-        questions = cls(list(by_client.values()), [len(call.controls) for call in calls])
         try:
-            for asked in by_client.values():
+            for client, asked in questions.items():
                 try:
-                    asked.pending = asked.client.start(asked.calls)
+                    self._waiting.append((list(asked), client.start(list(asked.values()))))
                 except EngineError as error:
-                    asked.refusal = error
+                    self._found |= dict.fromkeys(asked, error)
         except BaseException:
-            questions.abandon()
+            self.abandon()
             raise
-        return questions
 
-    def answers(self) -> list[list[Residuals | EngineError | None]]:
+    def answers(self) -> list[list[Residuals | EngineError]]:
         """Wait; return per request what each of its ControlNets answered, in list order."""
-        found: list[list[Residuals | EngineError | None]] = [[None] * length for length in self._lengths]
-        waiting = list(self._asked)
         try:
-            while waiting:
-                asked = waiting.pop(0)
-                for (k, place), answer in zip(asked.places, _wait(asked), strict=True):
-                    found[k][place] = answer
+            while self._waiting:
+                places, pending = self._waiting.pop(0)
+                try:
+                    self._found |= zip(places, pending.wait(), strict=True)
+                except EngineError as error:
+                    self._found |= dict.fromkeys(places, error)
         except BaseException:
-            _drain(waiting)
+            self.abandon()
             raise
-        return found
+        return [[self._found[k, i] for i in range(length)] for k, length in enumerate(self._lengths)]
 
     def abandon(self) -> None:
         """Wait for the answers in flight and drop them: none may arrive in a later step."""
-        _drain(self._asked)
-
-
-def _wait(asked: _PendingQuestions) -> Sequence[Residuals | EngineError]:
-    if asked.pending is None:
-        assert asked.refusal is not None
-        return [asked.refusal] * len(asked.calls)
-    try:
-        return asked.pending.wait()
-    except EngineError as error:
-        return [error] * len(asked.calls)
-
-
-def _drain(asked: Sequence[_PendingQuestions]) -> None:
-    for one in asked:
-        if one.pending is not None:
+        for _, pending in self._waiting:
             with suppress(Exception):
-                one.pending.wait()
+                pending.wait()

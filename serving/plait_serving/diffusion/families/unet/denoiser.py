@@ -42,7 +42,7 @@ from plait_serving.diffusion.families.unet.vae import decode_latents, encode_ima
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
-from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, Residuals, StepCall
+from plait_serving.diffusion.protocols import EncodedImage, Encoding, Residuals, StepCall
 from plait_serving.diffusion.values import ImageRequest
 
 
@@ -67,7 +67,7 @@ class UNetDenoiser:
         them: their weights are brought into memory when torch is to run them. `tokens`: those of the bundle's
         tokenizers, if others use these as well.
         """
-        self.bundle = bundle
+        self.bundle, self.inpaints = bundle, bundle.inpaints
         self._unet = cast("Any", bundle.unet)
         self._fusion: Fusion | None = fuse_(bundle.unet) if is_gpu(bundle.device) else None
         self._exact = exact
@@ -94,14 +94,13 @@ class UNetDenoiser:
         self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.current, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
-        self._row_wise: CompiledHalves | None = None
         self._ran: CompiledHalves | None = None  # what the last `predict` ran on; None: torch
         self._factors = FactorStore(DENOISER)
         self._vae: PreparedProgram | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
         """Run steps through prepared programs from the next one on."""
-        self._halves, self._row_wise = halves, None
+        self._halves = halves
         self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
 
     def take_over(self, halves: CompiledHalves) -> None:
@@ -111,20 +110,9 @@ class UNetDenoiser:
         self.adopt(halves)
         self._weights.release()
 
-    def adopt_row_wise(self, halves: CompiledHalves) -> None:
-        """Offer these programs for calls whose LoRA sets are inputs; torch runs all others. Before the engine
-        starts."""
-        self._row_wise = halves
-        self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
-
     def adopt_vae(self, vae: PreparedProgram) -> None:
         """Decode through a prepared program from now on."""
         self._vae = vae
-
-    @property
-    def executor(self) -> str:
-        """What steps run on now: "compiled" or "torch"."""
-        return "torch" if self._compiled() is None else "compiled"
 
     @property
     def settled(self) -> bool:
@@ -137,8 +125,8 @@ class UNetDenoiser:
 
     def may_take(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether LoRA files could be inputs of a step now, although they can be merged, too."""
-        offered = self._row_wise is not None and self._exact() is not Exact.ALWAYS
-        return offered and all(map(self._factors.takes, weights))
+        offered = self._halves is not None and self._halves.offered
+        return offered and self._exact() is not Exact.ALWAYS and all(map(self._factors.takes, weights))
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """Return `(c, h, w)` of one image's latents; pixels are rounded down to whole latents, like in diffusers."""
@@ -152,15 +140,6 @@ class UNetDenoiser:
     def begin(self, request: ImageRequest) -> Encoding:
         """Return what encodes the prompts, with the weights that the text encoders have at each call."""
         return self._prompts.begin(request)
-
-    def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encode the prompts at once, with the text encoders' current weights; for measuring."""
-        return self._prompts.prepare(request)
-
-    @property
-    def inpaints(self) -> bool:
-        """Whether the UNet takes a mask and the latents of a masked image beside the sample."""
-        return self.bundle.inpaints
 
     def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
@@ -192,12 +171,12 @@ class UNetDenoiser:
         decoder half."""
         # Sets that are inputs were chosen by `takes` or `may_take`: they are not in the weights, whatever `exact` says
         # by now.
-        compiled = self._halves or self._row_wise if any(call.loras for call in calls) else self._compiled(calls)
+        compiled = self._halves if any(call.loras for call in calls) else self._compiled(calls)
         self._ran = compiled
         layout = BatchLayout.of([call.conditioning for call in calls])
         rows = Rows.of(calls, layout)
         fused = self._fuses()
-        questions = ControlQuestions.ask(calls, rows.sample, layout, exact=compiled is None and not fused)
+        questions = ControlQuestions(calls, rows.sample, layout, exact=compiled is None and not fused)
         try:
             half, decode = self._encode(calls, rows, layout, compiled)
         except BaseException:
@@ -232,12 +211,12 @@ class UNetDenoiser:
 
     def _threads(self, compiled: CompiledHalves | None) -> AbstractContextManager[None]:
         """Return what surrounds the work on halves: programs of another library have the cores to themselves."""
-        return nullcontext() if compiled is None or compiled is self._row_wise else one_thread()
+        return nullcontext() if compiled is None or compiled.offered else one_thread()
 
     def _compiled(self, calls: Sequence[StepCall] = ()) -> CompiledHalves | None:
         """Return the programs if they may run these calls."""
         halves = self._halves
-        if halves is None or self._exact() is Exact.ALWAYS:
+        if halves is None or halves.offered or self._exact() is Exact.ALWAYS:
             return None
         return halves if halves.live or not any(call.merged for call in calls) else None
 
@@ -256,14 +235,13 @@ class UNetDenoiser:
 
 
 def _apply(
-    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError | None], *, fused: bool
+    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError], *, fused: bool
 ) -> EngineError | None:
     """Add what request k's ControlNets answered to its rows; return the first error if there is one."""
     found: list[Residuals] = []
     for part in parts:
         if isinstance(part, EngineError):
             return part
-        assert part is not None
         if not half.fits(part, layout.counts[k] * layout.branches[k]):
             return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
         found.append(part)

@@ -29,6 +29,12 @@ from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
 
+_CONTROL_WORK = 0.4
+"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
+Diffusion 1.5."""
+_TAKES = frozenset(("guidance_scale", "guidance_rescale", "negative_prompt", "prompt_syntax", "clip_skip"))
+_XL_TAKES = _TAKES | {"prompt_2", "negative_prompt_2", "original_size", "target_size", "crop"}
+
 
 class UNetFamily(Family):
     """Stable Diffusion 1.x, 2.x and XL."""
@@ -46,7 +52,8 @@ class UNetFamily(Family):
         self.size_multiple, self.min_whole_edge = self._outline.size_multiple, self._outline.min_whole_edge
         self.weights_bytes = self._outline.weights_bytes
         self.decoding_bytes_per_pixel = self._outline.decoding_bytes_per_pixel
-        self.terms = RequestTerms(samplers=samplers_of(self._outline.scheduler_config), takes=_takes(self._outline))
+        takes = _XL_TAKES if self._outline.kind is UNetKind.SDXL else _TAKES
+        self.terms = RequestTerms(samplers=samplers_of(self._outline.scheduler_config), takes=takes)
         self.lora_targets = LoraTargets.of(components_of(self._outline))
 
     @staticmethod
@@ -76,7 +83,7 @@ class UNetFamily(Family):
         if uses_graphs(executor, bundle.device):
             denoiser.adopt(graphed_halves(bundle.unet, graph_memory(bundle.device)))
         elif self.preparer is None and not is_gpu(bundle.device) and bundle.dtype is torch.float32:
-            denoiser.adopt_row_wise(row_wise_halves(bundle.unet))
+            denoiser.adopt(row_wise_halves(bundle.unet))
         if self.settings.converts:
             self._stop_converting = programs.convert_behind(self.host.between_steps, denoiser, self.prepared)
         return denoiser
@@ -122,16 +129,3 @@ class UNetFamily(Family):
             outline=outline,
             tokenizers=() if outline else self._outline.tokenizers,
         )
-
-
-_CONTROL_WORK = 0.4
-"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
-Diffusion 1.5."""
-_TAKES = frozenset(
-    ("guidance_scale", "guidance_rescale", "negative_prompt", "prompt_syntax", "clip_skip")
-)  # fmt: skip
-_XL_TAKES = frozenset(("prompt_2", "negative_prompt_2", "original_size", "target_size", "crop"))
-
-
-def _takes(outline: Bundle) -> frozenset[str]:
-    return _TAKES | _XL_TAKES if outline.kind is UNetKind.SDXL else _TAKES

@@ -40,9 +40,7 @@ class EncoderOutput:
         """Add several ControlNets' residuals to a request's rows like `add`, in one pass over every skip."""
         count = sum(part.stop - part.start for part in rows)
         scales = torch.ones(len(parts), count, device=self.sample.device)  # scaled where they were computed
-        op: ResidualAddOp = load(
-            "residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts)
-        )  # fmt: skip
+        op: ResidualAddOp = load("residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts))
         for target, *residuals in zip((*self.skips, self.sample), *((*p.down, p.mid) for p in parts), strict=True):
             done = 0
             for part in _adjacent(rows):
@@ -104,19 +102,18 @@ def encoder_half(unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text:
     sample = unet.conv_in(sample)
     skips: tuple[torch.Tensor, ...] = (sample,)
     for block in unet.down_blocks:
-        if getattr(block, "has_cross_attention", False):
-            sample, more = block(hidden_states=sample, temb=embedding, encoder_hidden_states=text)
-        else:
-            sample, more = block(hidden_states=sample, temb=embedding)
+        sample, more = block(hidden_states=sample, temb=embedding, **_read_by(block, text))
         skips += more
     if unet.mid_block is not None:
-        if getattr(unet.mid_block, "has_cross_attention", False):
-            sample = unet.mid_block(sample, embedding, encoder_hidden_states=text)
-        else:
-            sample = unet.mid_block(sample, embedding)
+        sample = unet.mid_block(sample, embedding, **_read_by(unet.mid_block, text))
     if sample is skips[-1]:
         sample = sample.clone()  # without a mid block they are one tensor, and `add` writes into both
     return EncoderOutput(sample, skips, embedding, text)
+
+
+def _read_by(block: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a block takes of text."""
+    return {"encoder_hidden_states": text} if getattr(block, "has_cross_attention", False) else {}
 
 
 def decoder_half(unet: Any, half: EncoderOutput, *, forward_size: bool) -> torch.Tensor:
@@ -130,12 +127,13 @@ def decoder_half(unet: Any, half: EncoderOutput, *, forward_size: bool) -> torch
         count = len(block.resnets)
         skips, taken = skips[:-count], skips[-count:]
         size = skips[-1].shape[2:] if forward_size and i < len(unet.up_blocks) - 1 else None
-        inputs: dict[str, Any] = {
-            "hidden_states": sample, "temb": half.embedding, "res_hidden_states_tuple": taken, "upsample_size": size,
-        }  # fmt: skip
-        if getattr(block, "has_cross_attention", False):
-            inputs["encoder_hidden_states"] = half.text
-        sample = block(**inputs)
+        sample = block(
+            hidden_states=sample,
+            temb=half.embedding,
+            res_hidden_states_tuple=taken,
+            upsample_size=size,
+            **_read_by(block, half.text),
+        )
     if unet.conv_norm_out:
         sample = unet.conv_act(unet.conv_norm_out(sample))
     output: torch.Tensor = unet.conv_out(sample)

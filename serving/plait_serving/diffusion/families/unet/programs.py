@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from plait_kernels.executors import Computation
+from plait_kernels.executors import Computation, PreparedProgram
 from plait_serving.diffusion.families.preparation import Preparer, behind
 from plait_serving.diffusion.families.unet.bundle import map_unet, map_vae
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
@@ -21,8 +21,13 @@ class UNetPrograms:
         """Open what was prepared before; without `preparer` torch runs everything."""
         self._preparer = preparer
         self._folder = folder
-        self._halves = None if preparer is None else _open_halves(preparer, folder / "unet")
-        self._decoder = None if preparer is None else preparer.open(folder / "vae", *_vae(folder / "vae"))
+        self._halves: CompiledHalves | None = None
+        self._decoder: PreparedProgram | None = None
+        if preparer is not None:
+            # Where a start was interrupted between the halves, opening the first would be for nothing.
+            if all(preparer.has(folder / "unet", part) for part in ("encoder", "decoder")):
+                self._halves = _halves(preparer.open, folder / "unet")
+            self._decoder = preparer.open(folder / "vae", *_vae(folder / "vae"))
 
     @property
     def mapped(self) -> frozenset[str]:
@@ -50,10 +55,10 @@ class UNetPrograms:
         denoiser_of = weakref.ref(denoiser)
 
         def make_unet() -> None:
-            halves = _make_halves(preparer, folder / "unet")
+            halves = _halves(preparer.make, folder / "unet")
 
             def adopt() -> None:
-                if (here := denoiser_of()) is not None:
+                if (here := denoiser_of()) is not None and halves is not None:
                     here.take_over(halves)
                     prepared.add("unet")
 
@@ -71,20 +76,12 @@ class UNetPrograms:
         return behind(str(folder), make)
 
 
-def _open_halves(preparer: Preparer, folder: Path) -> CompiledHalves | None:
-    if not all(preparer.has(folder, part) for part in ("encoder", "decoder")):
-        return None  # where a start was interrupted between them, opening the first would be for nothing
-    encoder = preparer.open(folder, "encoder", lambda: encoder_computation(map_unet(folder)))
-    decoder = preparer.open(folder, "decoder", lambda: decoder_computation(map_unet(folder)))
+def _halves(
+    prepare: Callable[[Path, str, Callable[[], Computation]], PreparedProgram | None], folder: Path
+) -> CompiledHalves | None:
+    encoder = prepare(folder, "encoder", lambda: encoder_computation(map_unet(folder)))
+    decoder = prepare(folder, "decoder", lambda: decoder_computation(map_unet(folder)))
     return None if encoder is None or decoder is None else CompiledHalves(encoder=encoder, decoder=decoder)
-
-
-def _make_halves(preparer: Preparer, folder: Path) -> CompiledHalves:
-    unet = map_unet(folder)
-    return CompiledHalves(
-        encoder=preparer.make(folder, "encoder", lambda: encoder_computation(unet)),
-        decoder=preparer.make(folder, "decoder", lambda: decoder_computation(unet)),
-    )
 
 
 def _vae(folder: Path) -> tuple[str, Callable[[], Computation]]:

@@ -51,14 +51,6 @@ class PromptEncoder:
         self._known: Kept[EncodedText] = Kept(_REMEMBERED, sys.maxsize)
         self.tokens = PromptTokens(bundle.tokenizers) if tokens is None else tokens
 
-    def prepare(self, request: ImageRequest) -> Conditioning:
-        """Return the request's conditioning, unconditional row first; runs the text encoders."""
-        encoding = self.begin(request)
-        while True:
-            conditioning = encoding.advance()
-            if conditioning is not None:
-                return conditioning
-
     def size(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError` if the text encoders have too few layers
         for its `clip_skip`."""

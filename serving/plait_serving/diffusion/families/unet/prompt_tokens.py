@@ -7,12 +7,12 @@ split into several chunks; nothing is cut off.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.factors import Kept
 from plait_serving.diffusion.prompt_syntax import Span, parse
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.values import ImageRequest, PromptSyntax
@@ -31,13 +31,12 @@ _Words: TypeAlias = list[tuple[int, float]]
 _FIELDS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 """A request's texts."""
 
-_REMEMBERED = 256
-"""Texts whose ids are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
+_REMEMBERED, _REMEMBERED_BYTES, _WORD_BYTES = 256, 40_000_000, 36
+"""Texts whose ids are kept: a prompt is tokenized when its request arrives, and read when it is encoded. So many of 64
+chunks are so many bytes; longer ones are refused, or rare."""
 _WORD_CHARS = 6
 """What a token is of English, and a space: a text of more than so many for each token it may have is looked at first.
 All of 32,000 brackets take a tokenizer 50 ms."""
-_MAX_REMEMBERED_CHUNKS = 64
-"""Longer texts are refused, or rare: 256 of these are 40 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,23 +56,13 @@ class PromptTokens:
         """`max_words`: prompts of more will be refused; of one that is far longer only the beginning is read."""
         self._tokenizers = tuple(tokenizers)
         self._max_words = max_words
-        self._lock, self._one_call = threading.Lock(), threading.Lock()
-        self._known: OrderedDict[tuple[str, PromptSyntax], Tokens] = OrderedDict()
+        self._one_call = threading.Lock()
+        self._known: Kept[Tokens] = Kept(_REMEMBERED, _REMEMBERED_BYTES)
 
     def of(self, text: str, syntax: PromptSyntax = PromptSyntax.PLAIN, *, param: str = "prompt") -> Tokens:
         """Return a text's tokens. Raises `RequestError`, naming `param`, for marks that the syntax does not have, and
         for a text whose beginning alone has too many tokens."""
-        key = (text, syntax)
-        with self._lock:
-            found = self._known.get(key)
-        found = found or self._tokenize(text, syntax, param)
-        if max(map(len, found.chunks)) <= _MAX_REMEMBERED_CHUNKS:
-            with self._lock:
-                self._known[key] = found
-                self._known.move_to_end(key)
-                if len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
-        return found
+        return self._known.get((text, syntax), lambda: self._tokenize(text, syntax, param))
 
     def size(self, request: ImageRequest, branches: int) -> RequestSize:
         """Return what a request comes to; the negative prompt is read if there are 2 `branches`."""
@@ -108,17 +97,6 @@ class PromptTokens:
             return first
         return Tokens(chunks=(*first.chunks[:1], *second.chunks[1:]), words=max(first.words, second.words))
 
-    def _tokenize(self, text: str, syntax: PromptSyntax, param: str) -> Tokens:
-        if syntax is PromptSyntax.A1111:
-            return self._weighted(parse(text, param), param)
-        words = [self._words(tokenizer, [text], param)[0] for tokenizer in self._tokenizers]
-        return Tokens(
-            chunks=tuple(
-                tuple(chunks_of(tokenizer, ids)) for tokenizer, ids in zip(self._tokenizers, words, strict=True)
-            ),
-            words=max(map(len, words)),
-        )
-
     def _words(self, tokenizer: Any, texts: list[str], param: str) -> list[list[int]]:
         with self._one_call:
             if self._max_words is not None and sum(map(len, texts)) > (most_chars := _WORD_CHARS * self._max_words):
@@ -127,8 +105,9 @@ class PromptTokens:
                     raise RequestError(f"{found} tokens and more; at most {self._max_words} are read", param=param)
             return word_ids(tokenizer, texts)
 
-    def _weighted(self, spans: Sequence[Span], param: str) -> Tokens:
-        """Return the tokens of text with weights. A break fills the rest of its chunk: that counts as words."""
+    def _tokenize(self, text: str, syntax: PromptSyntax, param: str) -> tuple[Tokens, int]:
+        """Return a text's tokens, and their bytes. A break fills the rest of its chunk: that counts as words."""
+        spans = parse(text, param) if syntax is PromptSyntax.A1111 else [Span(text, 1.0)]
         chunks = []
         words = 0
         for tokenizer in self._tokenizers:
@@ -142,20 +121,13 @@ class PromptTokens:
             cut = [part[i : i + room] for part in parts for i in range(0, max(len(part), 1), room)]
             chunks.append(tuple(_chunk(tokenizer, part) for part in cut))
             words = max(words, room * (len(cut) - 1) + len(cut[-1]))
-        return Tokens(chunks=tuple(chunks), words=words)
+        return Tokens(chunks=tuple(chunks), words=words), _WORD_BYTES * words * len(chunks)
 
 
 def word_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Return the ids of the words of each text, by one call: calls cost more than words."""
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False).input_ids
     return ids
-
-
-def chunks_of(tokenizer: Any, words: Sequence[int]) -> list[Chunk]:
-    """Return every chunk of words, each `model_max_length` long with begin, end and padding; at least one."""
-    room = int(tokenizer.model_max_length) - 2
-    parts = [words[i : i + room] for i in range(0, max(len(words), 1), room)]
-    return [_chunk(tokenizer, [(word, 1.0) for word in part]) for part in parts]
 
 
 def _chunk(tokenizer: Any, words: _Words) -> Chunk:

@@ -1,7 +1,6 @@
-"""One request's sampler: its own scheduler object and one CPU generator per image. All scheduler calls are made here.
+"""One request's sampler: its own scheduler object, made of what the model's folder says.
 
-Calls the scheduler exactly like diffusers' pipelines, so that the latents are the same. Legend: x latents, e model
-output, s sigma, a_t the cumulative alpha of a timestep.
+Legend: x latents, e model output, s sigma, a_t the cumulative alpha of a timestep.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from diffusers import (
     LMSDiscreteScheduler,
     UniPCMultistepScheduler,
 )
-from diffusers.utils.torch_utils import randn_tensor
 
 from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.samplers import SEED_LIMIT, SchedulerSampler, spacing
 from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.families.unet.scheduler import COSINE, EDM, SchedulerConfig
 from plait_serving.diffusion.request_terms import SamplerChoice
@@ -58,11 +57,6 @@ _OF_EDM: _Classes = {
 }
 _OF_COSINE: _Classes = {Scheduler.DPMPP_2M_SDE: (CosineDPMSolverMultistepScheduler, {"solver_order": 2})}
 
-_SPACINGS = {
-    Sigmas.KARRAS: "use_karras_sigmas",
-    Sigmas.EXPONENTIAL: "use_exponential_sigmas",
-    Sigmas.BETA: "use_beta_sigmas",
-}
 SPACED = tuple(kind for kind in Scheduler if kind not in (
     Scheduler.DDIM, Scheduler.DDPM, Scheduler.EULER_A, Scheduler.LCM))  # fmt: skip
 """Those whose spacing of noise levels may be chosen, for models whose noise schedule is made of betas."""
@@ -85,15 +79,9 @@ _UNABLE: Mapping[Scheduler, Mapping[str, tuple[object, ...]]] = {
 }
 """What diffusers makes a scheduler of that raises, or divides by zero, when it steps."""
 
-SEED_LIMIT = 2**64
-"""Seeds are taken modulo this, as torch's generators do for negative numbers."""
 
-
-class Sampler:
-    """A `RequestSampler`. Steps must be taken in order; the object belongs to one request.
-
-    A step here is one denoiser call: a schedule of N steps has 2 N - 1 of them if its steps make two.
-    """
+class Sampler(SchedulerSampler):
+    """A `RequestSampler`."""
 
     def __init__(
         self,
@@ -114,34 +102,18 @@ class Sampler:
 
         Raises `RequestError` naming `num_inference_steps` if the scheduler cannot take that number of steps.
         """
-        seeds = [seed % SEED_LIMIT for seed in seeds]
         # DPM++ SDE takes no generators: each image has a Brownian path of its own, which its seed decides.
-        paths = {"noise_sampler_seed": seeds} if kind is Scheduler.DPMPP_SDE else {}
-        self._scheduler = _make(kind, config, {**_spacing(sigmas), **paths}, steps, device)
-        self._first = first_step * int(self._scheduler.order)
-        # Without this, schedules with a repeated timestep would start at the second of the two.
-        if hasattr(self._scheduler, "set_begin_index"):
-            self._scheduler.set_begin_index(self._first)
-        self._generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        self._shape = (len(seeds), *shape)
-        self._dtype = dtype
-        self._device = torch.device(device)
-        self._extra: dict[str, Any] = {"generator": self._generators} if kind in _GENERATES else {}
-        if kind is Scheduler.DDIM:
-            self._extra["eta"] = eta
-        timesteps = self._scheduler.timesteps[self._first :]
-        # Models read timesteps as float32; what crosses to ControlNets need not know of a wider one.
-        self._timesteps: torch.Tensor = timesteps.float() if timesteps.dtype is torch.float64 else timesteps
-
-    @property
-    def timesteps(self) -> torch.Tensor:
-        """`(N,)`: entry i is what step i feeds to the model."""
-        return self._timesteps
-
-    def draw(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return standard normal `(n, c, h, w)`; image i is drawn from its own generator, which moves on."""
-        noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=dtype or self._dtype)
-        return cast("torch.Tensor", noise)
+        paths = {"noise_sampler_seed": [seed % SEED_LIMIT for seed in seeds]} if kind is Scheduler.DPMPP_SDE else {}
+        super().__init__(
+            _make(kind, config, {**spacing(sigmas), **paths}, steps, device),
+            seeds=seeds,
+            shape=shape,
+            first_step=first_step,
+            dtype=dtype,
+            device=device,
+            draws=kind in _GENERATES,
+            **({"eta": eta} if kind is Scheduler.DDIM else {}),
+        )
 
     def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Return `(n, c, h, w)` noise, drawn or given, at the schedule's initial level."""
@@ -150,18 +122,11 @@ class Sampler:
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, step: int) -> torch.Tensor:
         """Return clean `latents` as noisy as before step `step`: the first one, or the one that is taken next (the
         schedulers know where they are, and some of them look at nothing else)."""
-        return cast("torch.Tensor", self._scheduler.add_noise(latents, noise, self._timesteps[step : step + 1]))
+        return cast("torch.Tensor", self._scheduler.add_noise(latents, noise, self.timesteps[step : step + 1]))
 
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
         """Return the model's input for `latents` in step `step`; may be the same tensor."""
-        return cast("torch.Tensor", self._scheduler.scale_model_input(latents, self._timesteps[step]))
-
-    def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """Return the latents after step `step`, given the guided model output. Random samplers draw noise."""
-        return cast(
-            "torch.Tensor",
-            self._scheduler.step(output, self._timesteps[step], latents, **self._extra, return_dict=False)[0],
-        )
+        return cast("torch.Tensor", self._scheduler.scale_model_input(latents, self.timesteps[step]))
 
     def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
         """Return the x0 estimate at step `step`, for previews. Changes no state and draws no noise."""
@@ -185,7 +150,7 @@ class Sampler:
         """Return `(signal, noise, scale)` of step `step`: x / scale = signal * x0 + noise * eps."""
         scheduler = self._scheduler
         if isinstance(scheduler, _BY_ALPHA):
-            alpha = float(scheduler.alphas_cumprod[int(self._timesteps[step])])
+            alpha = float(scheduler.alphas_cumprod[int(self.timesteps[step])])
             return math.sqrt(alpha), math.sqrt(1.0 - alpha), 1.0
         sigma = float(scheduler.sigmas[self._first + step])
         if isinstance(scheduler, DPMSolverSDEScheduler) and not scheduler.state_in_first_order:
@@ -222,11 +187,6 @@ def samplers_of(config: SchedulerConfig) -> SamplerChoice:
 
 def _classes(config: SchedulerConfig) -> _Classes:
     return _OF_EDM if config.own_class in EDM else _OF_COSINE if config.own_class in COSINE else _OF_BETAS
-
-
-def _spacing(sigmas: Sigmas | None) -> dict[str, bool]:
-    """Return what a configuration says of a spacing; a folder's own may name another."""
-    return {} if sigmas is None else {key: sigmas is spacing for spacing, key in _SPACINGS.items()}
 
 
 def _make(

@@ -34,13 +34,12 @@ def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgr
 def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
     """Scale latents to the VAE's input: SDXL's may have a mean and a deviation per channel."""
     config: Any = bundle.vae.config
-    if config.latents_mean is not None:
-        shape = (1, latents.shape[1], 1, 1)
-        spread, centre = (latents.new_tensor(each).view(shape) for each in (config.latents_std, config.latents_mean))
-        latents = latents * spread / config.scaling_factor + centre
-    else:
-        latents = latents / config.scaling_factor
-    return latents
+    factor = float(config.scaling_factor)
+    if config.latents_mean is None:
+        return latents / factor
+    shape = (1, latents.shape[1], 1, 1)
+    spread, centre = (latents.new_tensor(each).view(shape) for each in (config.latents_std, config.latents_mean))
+    return latents * spread / factor + centre
 
 
 def encode_image(bundle: Bundle, pixels: torch.Tensor) -> EncodedImage:

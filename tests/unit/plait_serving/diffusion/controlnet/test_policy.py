@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from plait_fabric import Unreachable
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
-from plait_serving.diffusion.controlnet.placement import PlacementTrial, choose_placement
+from plait_serving.diffusion.controlnet.placement import PlacementTrial
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.families.unet.controlnet import Constants
@@ -65,23 +66,24 @@ def test_idle_sessions_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "local", "remote", "place"),
+    ("wanted", "has_service", "place"),
     [
-        (Placement.AUTO, True, True, Placement.LOCAL),
-        (Placement.AUTO, False, True, Placement.REMOTE),
-        (Placement.AUTO, True, False, Placement.LOCAL),
-        (Placement.AUTO, False, False, None),
-        (Placement.LOCAL, False, True, None),
-        (Placement.REMOTE, True, False, None),
+        (Placement.AUTO, True, Placement.LOCAL),
+        (Placement.AUTO, False, Placement.LOCAL),
+        (Placement.LOCAL, False, Placement.LOCAL),
+        (Placement.REMOTE, True, Placement.REMOTE),
+        (Placement.REMOTE, False, None),
     ],
 )
-def test_without_measurements(wanted: Placement, local: bool, remote: bool, place: Placement | None) -> None:
+def test_without_measurements(wanted: Placement, has_service: bool, place: Placement | None) -> None:
     """AUTO takes what is possible, local if both are; an explicit placement never falls back."""
+    here, there = partial(FakeClient, 1.0), partial(FakeClient, 2.0) if has_service else None
+    client = MovableControlNetClient("edges", local=here, remote=there, wanted=lambda: wanted, clock=Clock())
     if place is None:
         with pytest.raises(ControlNetUnavailable):
-            choose_placement(wanted, local_possible=local, remote_possible=remote)
+            client.place()
     else:
-        assert choose_placement(wanted, local_possible=local, remote_possible=remote).placement is place
+        assert client.place() is place
 
 
 class FakeClient:

@@ -16,16 +16,13 @@ from plait_fabric.transport.frames import encode_header
 from plait_serving.diffusion.controlnet import wire
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,
-    Call,
     Open,
-    Reply,
-    error_of,
     parse_reply,
     parse_request,
     parse_welcome,
 )
 from plait_serving.diffusion.errors import EngineError, ModelError
-from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
 
 TEXT = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(2, 3, 4)
 IMAGE = np.arange(5 * 6 * 3, dtype=np.uint8).reshape(5, 6, 3)
@@ -40,8 +37,8 @@ def _open(**added: torch.Tensor) -> tuple[wire.Header, dict[str, torch.Tensor]]:
 
 def _step() -> tuple[wire.Header, dict[str, torch.Tensor]]:
     calls = (
-        Call(session=3, sample=SAMPLE, timestep=981.0, scale=0.1),
-        Call(session=4, sample=SAMPLE * 2, timestep=1, scale=-1),
+        ControlCall(session=3, sample=SAMPLE, timestep=torch.tensor(981.0), scale=0.1),
+        ControlCall(session=4, sample=SAMPLE * 2, timestep=torch.tensor(1), scale=-1),
     )
     header, tensors = wire.step_message(8, calls)
     return header, dict(tensors)
@@ -49,7 +46,7 @@ def _step() -> tuple[wire.Header, dict[str, torch.Tensor]]:
 
 def _reply(error: str = "no") -> tuple[wire.Header, wire.Tensors]:
     good = Residuals(down=(SAMPLE, SAMPLE + 1), mid=SAMPLE + 2)
-    return wire.reply_message(Reply(seq=5, answers=(("invalid_model", error), good)))
+    return wire.reply_message(5, [ModelError(error), good, EngineError("whatever")])
 
 
 def _parse_welcome(header: wire.Header, _: object) -> str:
@@ -69,10 +66,9 @@ def test_a_request_arrives_as_sent() -> None:
 
 def test_errors_keep_their_place_and_kind() -> None:
     """Beside residuals; a message of megabytes does not blow the header."""
-    reply = parse_reply(*_reply())
-    assert (reply.seq, reply.answers[0]) == (5, ("invalid_model", "no"))
-    assert isinstance(reply.answers[1], Residuals)
-    assert [type(error_of(code, "x")) for code in ("invalid_model", "whatever")] == [ModelError, EngineError]
+    seq, (error, good, unnamed) = parse_reply(*_reply())
+    assert (seq, type(error), str(error), type(unnamed)) == (5, ModelError, "no", EngineError)
+    assert isinstance(good, Residuals)
     header, _ = _reply("x" * 1_000_000)
     assert len(header["errors"][0][1]) == 2_000
 
@@ -80,7 +76,7 @@ def test_errors_keep_their_place_and_kind() -> None:
 def test_a_step_with_the_most_calls_fits_one_message() -> None:
     """32 calls of 13 residual tensors stay within the fabric's default limits."""
     residuals = Residuals(down=(SAMPLE,) * 12, mid=SAMPLE)
-    header, tensors = wire.reply_message(Reply(seq=2**53 - 1, answers=(residuals,) * wire.MAX_CALLS))
+    header, tensors = wire.reply_message(2**53 - 1, [residuals] * wire.MAX_CALLS)
     described = [[name, "bfloat16", [64, 1280, 128, 128], [0, 2, 3, 1]] for name in tensors]
     MessageLimits().check(
         header_bytes=len(encode_header({**header, "_tensors": described})), buffers=len(tensors), message_bytes=0

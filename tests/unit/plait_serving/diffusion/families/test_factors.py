@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,11 +15,9 @@ from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.kinds import (
     MAX_ROW_RANK,
     AnyFactor,
-    DecomposedFactor,
     Factor,
     FileMatrix,
-    HadamardFactor,
-    KroneckerFactor,
+    PairFactor,
 )
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import ModuleRef
@@ -136,6 +137,9 @@ def test_a_large_batch_is_not_kept_beside_others():
     assert store.of(large, layout(1, 40))[0] is not big
 
 
+loha, lokr = (partial(PairFactor, is_kronecker=is_kronecker) for is_kronecker in (False, True))
+
+
 def matrix(rows: int, columns: int, rank: int, *, seed: int) -> FileMatrix:
     """A random product."""
     one = factor(columns, rows, rank, alpha=1.0, seed=seed)
@@ -150,10 +154,10 @@ def whole(rows: int, columns: int, *, seed: int) -> FileMatrix:
 @pytest.mark.parametrize(
     "one",
     [
-        HadamardFactor(first=matrix(4, 6, 2, seed=1), second=matrix(4, 6, 3, seed=2), alpha=3.0, rank=2, bound=9.0),
-        KroneckerFactor(first=matrix(2, 3, 1, seed=3), second=matrix(2, 2, 1, seed=4), alpha=3.0, rank=1, bound=9.0),
-        KroneckerFactor(first=whole(2, 3, seed=5), second=matrix(2, 2, 1, seed=6), alpha=3.0, rank=1, bound=9.0),
-        KroneckerFactor(first=whole(4, 3, seed=7), second=whole(1, 2, seed=8), alpha=3.0, rank=1, bound=9.0),
+        loha(first=matrix(4, 6, 2, seed=1), second=matrix(4, 6, 3, seed=2), alpha=3.0, rank=2, bound=9.0),
+        lokr(first=matrix(2, 3, 1, seed=3), second=matrix(2, 2, 1, seed=4), alpha=3.0, rank=1, bound=9.0),
+        lokr(first=whole(2, 3, seed=5), second=matrix(2, 2, 1, seed=6), alpha=3.0, rank=1, bound=9.0),
+        lokr(first=whole(4, 3, seed=7), second=whole(1, 2, seed=8), alpha=3.0, rank=1, bound=9.0),
     ],
     ids=["loha", "lokr of products", "lokr", "lokr of whole"],
 )
@@ -168,9 +172,9 @@ def test_small_lohas_and_lokrs_are_inputs(store, one):
 
 def test_what_changes_every_number_is_merged(store):
     """A DoRA, and a LoHa of a high rank, are no inputs."""
-    high = HadamardFactor(
+    high = loha(
         first=matrix(4, 6, MAX_ROW_RANK // 2, seed=1), second=matrix(4, 6, 3, seed=2), alpha=1.0, rank=2, bound=9.0
     )
     assert not store.takes(lora("high", down=high))
-    dora = DecomposedFactor(inner=DOWN_A, magnitude=torch.ones(4), by_input=False)
+    dora = replace(DOWN_A, magnitude=torch.ones(4))
     assert not store.takes(lora("dora", down=dora))

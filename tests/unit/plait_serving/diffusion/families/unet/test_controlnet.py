@@ -13,8 +13,8 @@ from diffusers import ControlNetModel
 
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.unet import controlnet
-from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows, by_key, load_controlnet
-from plait_serving.diffusion.protocols import Residuals
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, by_key, load_controlnet
+from plait_serving.diffusion.protocols import ControlCall, Residuals
 from support import controlnet as kit
 from support.closeness import EQUAL
 
@@ -31,10 +31,10 @@ def runner(sd: Path) -> ControlNetModelRunner:
     return load_controlnet(sd, dtype=torch.float32)
 
 
-def _rows(runner: ControlNetModelRunner, asks: list[kit.ControlCase]) -> list[ControlRows]:
+def _rows(runner: ControlNetModelRunner, asks: list[kit.ControlCase]) -> list[ControlCall]:
     return [
-        ControlRows(
-            constants=runner.constants(image=a.image, conditioning=a.conditioning, width=kit.SIZE, height=kit.SIZE),
+        ControlCall(
+            session=runner.constants(image=a.image, conditioning=a.conditioning, width=kit.SIZE, height=kit.SIZE),
             sample=a.sample,
             timestep=a.timestep,
             scale=a.scale,
@@ -79,7 +79,7 @@ def test_scales_as_a_tensor_round_like_scales_as_numbers(sd: Path, dtype: torch.
     together = runner.residuals(_rows(runner, [a, b]))
     for i, scale in enumerate((0.3, 0.9)):
         blocks = [
-            ControlRows(constants=r.constants, sample=r.sample, timestep=r.timestep, scale=scale)
+            ControlCall(session=r.session, sample=r.sample, timestep=r.timestep, scale=scale)
             for r in _rows(runner, [a, b])
         ]
         assert kit.same_bits(together[i], runner.residuals(blocks)[i])
@@ -126,15 +126,15 @@ def test_latents_that_do_not_fit_the_image_are_refused(runner: ControlNetModelRu
     ask = kit.make_ask(1, width=32)
     constants = runner.constants(image=ask.image, conditioning=ask.conditioning, width=64, height=64)
     with pytest.raises(ModelError, match="family"):
-        runner.residuals([ControlRows(constants=constants, sample=ask.sample, timestep=ask.timestep, scale=1.0)])
+        runner.residuals([ControlCall(session=constants, sample=ask.sample, timestep=ask.timestep, scale=1.0)])
 
 
 def test_one_block_that_fails_fails_alone(runner: ControlNetModelRunner) -> None:
     """`try_residuals`: blocks of unequal shapes are split, and the bad one gets its own error."""
     good, bad, longer = _rows(runner, [kit.make_ask(i, width=32) for i in range(3)])
-    wrong = ControlRows(constants=bad.constants, sample=bad.sample[:1], timestep=bad.timestep, scale=1.0)
-    wide = ControlRows(
-        constants=longer.constants, sample=longer.sample.repeat(1, 1, 2, 1), timestep=longer.timestep, scale=1.0
+    wrong = ControlCall(session=bad.session, sample=bad.sample[:1], timestep=bad.timestep, scale=1.0)
+    wide = ControlCall(
+        session=longer.session, sample=longer.sample.repeat(1, 1, 2, 1), timestep=longer.timestep, scale=1.0
     )
     assert by_key([good, wrong, wide, good]) == [[0, 1, 3], [2]]
     answers = runner.try_residuals([good, wrong, wide, good])
@@ -148,7 +148,7 @@ def test_batch_that_does_not_fit_is_halved(sd: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(controlnet, "give_back", lambda _, short: given_up.append(short))
 
     class Small(ControlNetModelRunner):
-        def residuals(self, blocks: list[ControlRows]) -> list[Residuals]:
+        def residuals(self, blocks: list[ControlCall]) -> list[Residuals]:
             if len(blocks) > room:
                 raise torch.OutOfMemoryError("full")
             return super().residuals(blocks)
@@ -167,7 +167,7 @@ def test_batch_that_does_not_fit_is_halved(sd: Path, monkeypatch: pytest.MonkeyP
 def test_a_lost_device_is_no_answer(runner: ControlNetModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the service's thread, and so its replica."""
 
-    def lost(_: list[ControlRows]) -> list[Residuals]:
+    def lost(_: list[ControlCall]) -> list[Residuals]:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     blocks = _rows(runner, [kit.make_ask(i, width=32) for i in range(2)])

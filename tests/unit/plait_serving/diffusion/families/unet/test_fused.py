@@ -14,10 +14,11 @@ from torch import nn
 
 from plait_serving.diffusion.families.unet import fused, halves
 from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
-from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.fused import fuse_
 from plait_serving.diffusion.knobs import Exact
+from plait_serving.diffusion.protocols import ControlCall
 from plait_serving.diffusion.values import ControlRef
 from support.closeness import EQUAL, ulps
 from support.denoise import control_image, make_request, start
@@ -166,7 +167,7 @@ def test_a_gpus_controlnet_computes_through_operators(tiny_sd_folder, tiny_sd_co
     constants = runner.constants(image=control_image(1), conditioning=call.conditioning, width=32, height=32)
     sample = torch.cat([call.sample] * 2)
     for exact in (True, False):
-        rows = ControlRows(constants=constants, sample=sample, timestep=call.timestep, scale=1.0, exact=exact)
+        rows = ControlCall(session=constants, sample=sample, timestep=call.timestep, scale=1.0, exact=exact)
         assert len(runner.residuals([rows])) == 1
         assert bool(calls) is not exact
 

@@ -13,7 +13,7 @@ from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import StepCall
-from support.denoise import make_request
+from support.denoise import make_request, prepared
 
 
 class Seen(Exception):
@@ -47,7 +47,7 @@ def test_a_prepared_step_and_decode_have_the_cores_to_themselves(tiny_sd_folder)
         request = make_request()
         latents = torch.zeros(1, *denoiser.latent_shape(request.width, request.height))
         call = StepCall(
-            request=request, conditioning=denoiser.prepare(request), sample=latents, timestep=torch.tensor(1),
+            request=request, conditioning=prepared(denoiser, request), sample=latents, timestep=torch.tensor(1),
             controls=(), loras=(), merged=False,
         )  # fmt: skip
         with pytest.raises(Seen):

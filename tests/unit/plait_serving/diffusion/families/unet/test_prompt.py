@@ -14,7 +14,7 @@ from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import word_ids
 from plait_serving.diffusion.values import PromptSyntax
-from support.denoise import make_request
+from support.denoise import make_request, prepared
 
 LONG = "apple " * 80
 """80 tokens with the toy tokenizer: two chunks."""
@@ -48,7 +48,7 @@ def test_prompts_that_fit_have_diffusers_bits(case, prompt, negative):
     """Empty, short and exactly full prompts; without a negative prompt SDXL's unconditional rows are zeros, with an
     empty one they are its encoding (finding 11)."""
     _, encoder, pipeline = case
-    ours = encoder.prepare(make_request(prompt=prompt, negative_prompt=negative))
+    ours = prepared(encoder, make_request(prompt=prompt, negative_prompt=negative))
     text, pooled = reference(pipeline, prompt, negative)
     assert torch.equal(ours.text, text)
     assert ours.branches == 2
@@ -64,8 +64,8 @@ def test_only_the_prompt_skips_layers(case, prompt, negative):
     _, encoder, pipeline = case
     asked = make_request(prompt=prompt, negative_prompt=negative, clip_skip=1)
     text, _ = reference(pipeline, prompt, negative, clip_skip=1)
-    assert torch.equal(encoder.prepare(asked).text, text)
-    both = encoder.prepare(replace(asked, prompt_syntax=PromptSyntax.A1111)).text
+    assert torch.equal(prepared(encoder, asked).text, text)
+    both = prepared(encoder, replace(asked, prompt_syntax=PromptSyntax.A1111)).text
     assert torch.equal(both[1], text[1])
     is_zero = negative is None and not text[0].any()  # SDXL's rule for none
     skipped, _ = reference(pipeline, negative or "", "", clip_skip=1)
@@ -76,7 +76,7 @@ def test_only_the_prompt_skips_layers(case, prompt, negative):
 def test_long_prompts_are_chunked_not_cut(case):
     """80 words make two chunks: each is what its part alone gives, and the second matters."""
     _, encoder, pipeline = case
-    ours = encoder.prepare(make_request(prompt=LONG, negative_prompt="dog"))
+    ours = prepared(encoder, make_request(prompt=LONG, negative_prompt="dog"))
     assert ours.text.shape[1] == 154
     first, pooled = reference(pipeline, "apple " * 75, "dog")
     second, _ = reference(pipeline, "apple " * 5, "")
@@ -85,14 +85,14 @@ def test_long_prompts_are_chunked_not_cut(case):
     assert torch.equal(ours.text[0, 77:], second[0]), "the negative prompt is filled up with an empty chunk"
     if pooled is not None:
         assert torch.equal(ours.added["text_embeds"], pooled), "pooled text comes from the first chunk"
-    other = encoder.prepare(make_request(prompt=LONG + "cat", negative_prompt="dog"))
+    other = prepared(encoder, make_request(prompt=LONG + "cat", negative_prompt="dog"))
     assert not torch.equal(other.text, ours.text)
 
 
 def test_a_long_negative_prompt_lengthens_the_prompt(case):
     """Both branches have as many chunks as the longer of the two."""
     _, encoder, _ = case
-    ours = encoder.prepare(make_request(prompt="cat", negative_prompt=LONG + LONG))
+    ours = prepared(encoder, make_request(prompt="cat", negative_prompt=LONG + LONG))
     assert ours.text.shape[:2] == (2, 3 * 77)
 
 
@@ -112,12 +112,12 @@ def test_the_newest_chunks_are_remembered(case, calls):
     encoders = len(bundle.text_encoders)
     asked = [make_request(prompt=f"cat {i}", guidance_scale=1.0) for i in range(128 // encoders + 1)]
     for one in asked:
-        encoder.prepare(one)
+        prepared(encoder, one)
     made = len(calls)
     for one in asked[:0:-1]:
-        encoder.prepare(one)
+        prepared(encoder, one)
     assert len(calls) == made
-    encoder.prepare(asked[0])
+    prepared(encoder, asked[0])
     assert len(calls) == made + encoders
 
 
@@ -128,7 +128,7 @@ def test_what_was_encoded_is_remembered_while_other_weights_are_live(case, calls
     encoder = PromptEncoder(case[0], weights_version=lambda: live[0])
     made = []
     for live[0] in ("own", "other", "own", "other"):
-        encoder.prepare(make_request(prompt="a cat"))
+        prepared(encoder, make_request(prompt="a cat"))
         made.append(len(calls))
     assert 0 < made[0] < made[1] == made[2] == made[3]
 
@@ -142,7 +142,7 @@ def test_a_long_prompt_is_encoded_a_call_at_a_time(case):
     assert encoding.calls_left == 4 * encoders  # two chunks of the prompt, "dog" and an empty one
     for _ in range(4 * encoders - 1):
         assert encoding.advance() is None
-    assert torch.equal(encoding.advance().text, encoder.prepare(asked).text)
+    assert torch.equal(encoding.advance().text, prepared(encoder, asked).text)
     assert encoder.begin(make_request(prompt="", negative_prompt=LONG)).calls_left == 3 * encoders
 
 
