@@ -8,22 +8,20 @@ where the last one died.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from plait.tuning.service.errors import Conflict, InvalidJob, NoSuchJob, TooMany, Unreadable
-from plait.tuning.service.job_view import job_summary, progress_of, unreadable_summary
+from plait.tuning.service.job_view import PROGRESS, job_summary, read_json, unreadable_summary, write_json
 from plait.tuning.service.untrusted import check_untrusted
 from plait_autoconfig.errors import JobRefused, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
@@ -115,7 +113,7 @@ class TuningJobQueue:
             ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(time.time(), 3))
             folder = self._settings.folder / job_id
             self._stores[job_id] = JobStore.open_or_create(folder, spec, text)
-            _write(folder / "ticket.json", ticket)
+            write_json(folder / "ticket.json", ticket)
         return self._summary(ticket)
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -146,7 +144,7 @@ class TuningJobQueue:
         ticket, state = self._ticket(job_id), self._state(job_id)
         rows = state_to_json(state)["rows"]
         over = [row for row in rows if row["status"] != "running"]
-        progress = progress_of(self._settings.folder / job_id)
+        progress = read_json(self._settings.folder / job_id / PROGRESS)
         return {"job": self._summary(ticket), "measured": over[known:], "progress": progress}
 
     def report(self, job_id: str) -> str:
@@ -188,9 +186,7 @@ class TuningJobQueue:
             self._end(ticket, "failed", before.reason)
             return
         work = self._runner.start(folder, live=self._settings.live and bool(store.spec.target.live))
-        code: int | None = None
-        while code is None:
-            code = work.wait(_POLL_S)
+        while (code := work.wait(_POLL_S)) is None:
             if stop():
                 work.stop()
             if (folder / "cancel").exists() and not store.facts().cancelled:
@@ -236,10 +232,8 @@ class TuningJobQueue:
         """Return the tickets of all jobs, oldest first."""
         found = []
         for path in self._settings.folder.glob("*/ticket.json"):
-            try:
+            with suppress(OSError, ValidationError):  # not ours, or removed by hand in this moment
                 found.append(_TICKET.validate_json(path.read_bytes()))
-            except (OSError, ValidationError):
-                continue  # not ours, or removed by hand in this moment
         return sorted(found, key=lambda ticket: (ticket.created_s, ticket.id))
 
     def _open_tickets(self) -> list[_JobRecord]:
@@ -252,16 +246,12 @@ class TuningJobQueue:
         return _TICKET.validate_json(path.read_bytes())
 
     def _ended(self, job_id: str) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = json.loads((self._settings.folder / job_id / "ended.json").read_text("utf-8"))
-        except FileNotFoundError:
-            return None
-        return found
+        return read_json(self._settings.folder / job_id / "ended.json")
 
     def _end(self, ticket: _JobRecord, status: str, reason: str) -> None:
         self._states.pop(ticket.id, None)
         self._deaths.pop(ticket.id, None)
-        _write(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
+        write_json(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
 
     def _store(self, job_id: str) -> JobStore:
         with self._lock:
@@ -283,10 +273,8 @@ class TuningJobQueue:
             return state
 
     def _summary(self, ticket: _JobRecord) -> dict[str, Any]:
-        ended = self._ended(ticket.id)
-        if ended is not None:
-            return ended
-        return self._status_fields(ticket, "running" if self._running == ticket.id else "queued", "")
+        status = "running" if self._running == ticket.id else "queued"
+        return self._ended(ticket.id) or self._status_fields(ticket, status, "")
 
     def _status_fields(self, ticket: _JobRecord, status: str, reason: str) -> dict[str, Any]:
         try:
@@ -301,10 +289,3 @@ def _readable(job_id: str) -> Iterator[None]:
         yield
     except (TunerError, OSError, UnicodeDecodeError) as error:
         raise Unreadable(f"job {job_id} cannot be read: {' '.join(str(error).split())[:300]}") from error
-
-
-def _write(path: Path, content: Any) -> None:
-    """Write the file atomically."""
-    partial = path.with_name(f"{path.name}.new")
-    partial.write_bytes(to_json(content))
-    partial.replace(path)
