@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -104,13 +103,13 @@ def cut_model(
         print(f"drawn into {svg}", file=sys.stderr)
     dealt = None if shards is None else dealt_tables(Path(model), shards)
     if as_json:
-        more = {} if dealt is None else {"shards": [asdict(shard) for shard in dealt]}
+        more = {} if dealt is None else {"shards": dealt}
         print(json.dumps({"title": title, **report.to_json(), **more}, indent=1))
         return
     print(title, report.to_text(), sep="\n", end="")
     for number, shard in enumerate(dealt or ()):
-        print(f"shard {number}: {shard.held_bytes:,} bytes, {shard.read_bytes:,.0f} read by a request", end="")
-        print(f": {', '.join(shard.pieces) or 'nothing'}")
+        print(f"shard {number}: {shard['held_bytes']:,} bytes, {shard['read_bytes']:,.0f} read by a request", end="")
+        print(f": {', '.join(shard['pieces']) or 'nothing'}")
 
 
 def _bags(texts: list[str] | None) -> dict[str, int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from plait.errors import PlaitError, told
 from plait_disagg.graph.capture import capture
@@ -36,29 +35,16 @@ _Cut: TypeAlias = tuple[str, Program, frozenset[str]]
 """A title, the program, and the nodes of its side with the tables."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DealtShard:
-    """What one shard of a package's tables would hold, and about how much of it a request would read."""
-
-    held_bytes: int
-    read_bytes: float
-    pieces: tuple[str, ...]
-
-
-def dealt_tables(folder: Path, shards: int) -> list[DealtShard]:
-    """Return how so many shards would hold the tables of a packaged model's folder. Raises `PlaitError`."""
+def dealt_tables(folder: Path, shards: int) -> list[dict[str, Any]]:
+    """Return, for each of so many shards of the tables of a packaged model's folder, the bytes that it would hold,
+    about how many of them a request would read, and the pieces. Raises `PlaitError`."""
     if not folder.is_dir():
         raise PlaitError(f"{folder} is no folder of a packaged model, and only a package's tables are dealt to shards")
     with told(PackageError):
         plan = plan_of(open_package(folder, ahead=False), Sharding(shards=shards))
-    return [
-        DealtShard(
-            held_bytes=plan.held_bytes[number],
-            read_bytes=plan.read_bytes[number],
-            pieces=tuple(piece.name for piece in plan.of_shard(number)),
-        )
-        for number in range(plan.shards)
-    ]
+    pieces = ([piece.name for piece in plan.of_shard(number)] for number in range(plan.shards))
+    dealt = zip(plan.held_bytes, plan.read_bytes, pieces, strict=True)
+    return [{"held_bytes": held, "read_bytes": read, "pieces": names} for held, read, names in dealt]
 
 
 def inspect_cut(

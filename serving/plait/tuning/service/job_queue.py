@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,8 +87,8 @@ class TuningJobQueue:
     def __init__(self, settings: JobQueueSettings, runner: JobLauncher) -> None:
         self._settings, self._runner = settings, runner
         self._lock = threading.RLock()
-        self._stores: dict[str, JobStore] = {}
-        self._states: dict[str, tuple[float, JobState]] = {}
+        self._store = lru_cache(_KEPT_OPEN)(lambda job_id: JobStore.open(settings.folder / job_id))
+        self._state_at = lru_cache(_KEPT_OPEN)(lambda job_id, _: read_state(self._store(job_id), now_s=time.time()))
         self._deaths: dict[str, tuple[int, int]] = {}  # by job: deaths in a row, measurements at the last one
         self._running: str | None = None
         settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ class TuningJobQueue:
                 raise TooMany(f"{MAX_WAITING} jobs are waiting already")
             ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(time.time(), 3))
             folder = self._settings.folder / job_id
-            self._stores[job_id] = JobStore.open_or_create(folder, spec, text)
+            JobStore.open_or_create(folder, spec, text)
             write_json(folder / "ticket.json", ticket)
         return self._summary(ticket)
 
@@ -249,28 +250,13 @@ class TuningJobQueue:
         return read_json(self._settings.folder / job_id / "ended.json")
 
     def _end(self, ticket: _JobRecord, status: str, reason: str) -> None:
-        self._states.pop(ticket.id, None)
+        self._state_at.cache_clear()
         self._deaths.pop(ticket.id, None)
         write_json(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
 
-    def _store(self, job_id: str) -> JobStore:
-        with self._lock:
-            store = self._stores.pop(job_id, None) or JobStore.open(self._settings.folder / job_id)
-            self._stores[job_id] = store
-            if len(self._stores) > _KEPT_OPEN:
-                longest_ago = next(iter(self._stores))
-                del self._stores[longest_ago]
-                self._states.pop(longest_ago, None)
-            return store
-
     def _state(self, job_id: str) -> JobState:
-        with self._lock:
-            at_s, state = self._states.get(job_id, (0.0, None))
-            if state is None or time.time() - at_s > _FRESH_S:
-                with _readable(job_id):
-                    state = read_state(self._store(job_id), now_s=time.time())
-                    self._states[job_id] = (time.time(), state)
-            return state
+        with self._lock, _readable(job_id):
+            return self._state_at(job_id, int(time.time() / _FRESH_S))
 
     def _summary(self, ticket: _JobRecord) -> dict[str, Any]:
         status = "running" if self._running == ticket.id else "queued"
