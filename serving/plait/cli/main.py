@@ -6,7 +6,6 @@ and Ray. Each command module has a `typer.Typer` called `app`.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -62,9 +61,9 @@ def _told(arguments: list[str]) -> int:
         return EXIT_OK
     name, *rest = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"plait: there is no command {name!r}{hint} (plait --help lists them)", file=sys.stderr)
+        from plait_serving.spelling import hint
+
+        print(f"plait: there is no command {name!r}{hint(name, COMMANDS)} (plait --help lists them)", file=sys.stderr)
         return EXIT_USAGE
     return _run(name, rest)
 

@@ -77,7 +77,7 @@ class ActorTuningService:
         another `ApiError`."""
         for _ in range(2):
             try:
-                return await asyncio.wait_for(self._answer(method, *arguments), _LONGEST_CALL_S)
+                return await asyncio.wait_for(self._actor.call.remote(method, *arguments), _LONGEST_CALL_S)
             except RayTaskError as error:
                 if isinstance(error.cause, JobQueueError):
                     raise error.cause from error
@@ -98,6 +98,3 @@ class ActorTuningService:
         actor = ray.remote(TuningActor).options(**options).remote(settings, self._runner)
         actor.call.remote("configure", settings)  # it may be older than this replica
         return actor
-
-    async def _answer(self, method: str, *arguments: Any) -> Any:
-        return await self._actor.call.remote(method, *arguments)
