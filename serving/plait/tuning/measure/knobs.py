@@ -27,7 +27,6 @@ class KnobPlace:
     """One knob: the path of its value in plait.yaml, and its current value. `active`: its deployment runs in this
     configuration."""
 
-    name: str
     path: KeyPath
     value: Any
     active: bool = True
@@ -35,10 +34,10 @@ class KnobPlace:
 
 def knob_places(config: PlaitConfig) -> dict[str, KnobPlace]:
     """Return every knob of the configuration's deployments, by name."""
-    places = [] if config.images is None else [*_of_images(config.images)]
+    places = {} if config.images is None else dict(_of_images(config.images))
     for name, section in config.ranking_models.items():
-        places += _of_ranking_model(name, section)
-    return {place.name: place for place in places}
+        places |= _of_ranking_model(name, section)
+    return places
 
 
 def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
@@ -109,7 +108,7 @@ def settings_of(config: PlaitConfig, values: Mapping[str, Any]) -> dict[KeyPath,
     return settings
 
 
-def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
+def _of_images(images: ImagesSection) -> Iterator[tuple[str, KnobPlace]]:
     yield from _fields(ENGINE, ("images", "knobs"), images.knobs)
     yield from _fields(ENGINE, ("images",), images, only={"replicas", "num_cpus", "num_gpus"})
     services, own = images.controlnet_services(), {"threads", "replicas", "num_cpus", "num_gpus"}
@@ -118,7 +117,7 @@ def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
         yield from _fields(CONTROLNET_PREFIX + name, path, section, only=own, active=name in services)
 
 
-def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[KnobPlace]:
+def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[tuple[str, KnobPlace]]:
     own = ("recommend", "models", name)
     yield from _fields(name, own, section, only={"mode"})
     for role in ("cn", "hn", "whole"):
@@ -129,9 +128,9 @@ def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[KnobPlac
 
 def _fields(
     deployment: str, path: KeyPath, section: BaseModel, *, only: set[str] | None = None, active: bool = True
-) -> Iterator[KnobPlace]:
+) -> Iterator[tuple[str, KnobPlace]]:
     for name, value in section.model_dump(mode="json", include=only).items():
-        yield KnobPlace(name=f"{deployment}.{name}", path=(*path, name), value=value, active=active)
+        yield f"{deployment}.{name}", KnobPlace(path=(*path, name), value=value, active=active)
 
 
 def _may_run(deployment: str, names: Iterable[str]) -> bool:

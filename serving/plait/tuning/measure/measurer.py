@@ -54,12 +54,10 @@ class PlaitMeasurer:
     ) -> None:
         self._folder, self._root, self._compose = folder, root, compose
         self._may_be_live, self._may_run_commands = may_be_live, may_run_commands
-        self._spec: JobSpec | None = None
         self._subject: Subject | None = None
 
     def check(self, spec: JobSpec) -> TuningSubject:
         """Refuse what cannot be measured; then start the clone's Ray, or attach to the live service."""
-        self._spec = spec
         if not isinstance(spec.target, ServiceTarget):
             if spec.target.live and not self._may_be_live:
                 raise JobRefused("target.live: the service that users are on is only tuned with the flag --live")
@@ -68,12 +66,12 @@ class PlaitMeasurer:
             self._subject = ServiceSubject(spec, spec.target, root=self._root, folder=self._folder)
         else:
             raise JobRefused("target: commands are run for the jobs of `plait tune run` only")
-        return _described(spec, self._subject)
+        return _described(self._subject)
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:
         """Apply the configuration, run the load and judge it. A trial that a guard stops is rolled back at once."""
         started_s = time.monotonic()
-        spec, subject = self._checked()
+        subject = self._checked()
         kills = count_oom_kills()
         say("applying the configuration")
         try:
@@ -89,7 +87,7 @@ class PlaitMeasurer:
             subject.after_failure()
             return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note=note)
         left_s = task.limit_s - _SPARE_S - (time.monotonic() - started_s)
-        shown = run_loads(subject, spec, task, limit_s=left_s, say=say, known=drifted)
+        shown = run_loads(subject, task, limit_s=left_s, say=say, known=drifted)
         if shown.outcome.failure is not None and not shown.outcome.invalid:  # also if a guard broke in
             subject.after_failure()
         seen = {name: value for name, value in shown.outcome.metrics.items() if name not in subject.unseen}
@@ -103,7 +101,7 @@ class PlaitMeasurer:
 
     def apply(self, config: Config) -> None:
         """Leave the live service with this configuration permanently."""
-        self._checked()[1].keep(config)
+        self._checked().keep(config)
 
     def restore(self) -> None:
         """Give back a running service as it was."""
@@ -118,28 +116,28 @@ class PlaitMeasurer:
 
     def _drifted(self, task: MeasurementTask, say: Say) -> dict[str, float]:
         """Return the metric of `quality`, if the job asks for it."""
-        spec, subject = self._checked()
-        if QUALITY_DRIFT not in spec.goal.metrics:
+        subject = self._checked()
+        if QUALITY_DRIFT not in subject.spec.goal.metrics:
             return {}
         say("asking the probes")
         running = subject.running
         scenarios = [with_address(scenario, running.url, running.prefix) for scenario in subject.scenarios]
-        return {QUALITY_DRIFT: quality_drift(scenarios, self._folder, is_default=task.config == spec.default)}
+        return {QUALITY_DRIFT: quality_drift(scenarios, self._folder, is_default=task.config == subject.spec.default)}
 
-    def _checked(self) -> tuple[JobSpec, Subject]:
-        if self._spec is None or self._subject is None:
+    def _checked(self) -> Subject:
+        if self._subject is None:
             raise PlaitError("check comes first")
-        return self._spec, self._subject
+        return self._subject
 
 
-def _described(spec: JobSpec, subject: Subject) -> TuningSubject:
+def _described(subject: Subject) -> TuningSubject:
     """Return what the library remembers of the service, its load and this machine."""
     rates = [getattr(each.arrivals, "rate_per_s", 0.0) for each in subject.scenarios]
     slos = [slo.latency_ms for each in subject.scenarios for slo in (each.slo, *each.slos.values()) if slo is not None]
     workload = {"offered_per_s": max(rates), "slo_ms": min(slos, default=0.0), "scenarios": float(len(rates))}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores, machine = usable_cores(), platform.machine()
-    price = spec.prices.core * cores
+    price = subject.spec.prices.core * cores
     versions = {name: version(name) for name in ("plait", "ray", "torch")}
     return TuningSubject(
         service=subject.name,

@@ -48,7 +48,7 @@ class PlaitSubject:
             except BaseException:
                 self._application.close()
                 raise
-        self._spec, self._base = spec, config
+        self.spec, self._base = spec, config
         self.name, self.features = _named(config, target.app)
         self.costs = known_costs(spec, lambda cell: reserved(self._with(cell)))
 
@@ -88,7 +88,7 @@ class PlaitSubject:
         self._application.close()
 
     def _with(self, config: Config) -> PlaitConfig:
-        return apply_knobs(self._base, self._spec.settings(config))
+        return apply_knobs(self._base, self.spec.settings(config))
 
 
 def _attached(compose: Compose, root: Path, config: PlaitConfig) -> LiveServer:

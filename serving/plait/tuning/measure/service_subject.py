@@ -49,7 +49,7 @@ class ServiceSubject:
 
     def __init__(self, spec: JobSpec, target: ServiceTarget, *, root: Path, folder: Path) -> None:
         """Raises `JobRefused` before anything is started, `JobBusy` if another plait is on the port."""
-        self._spec, self._target = spec, target
+        self.spec, self._target = spec, target
         self._program = target.command or target.apply
         self.name, self.log_path = spec.name, folder / "service.log"
         self._written = folder / f"configuration-{os.getpid()}{Path(target.file or '').suffix}"  # one for each worker
@@ -143,7 +143,7 @@ class ServiceSubject:
     def restore(self) -> None:
         """Have the hook set the reference again, if it set anything else."""
         if self._changed.exists():
-            self.apply(self._spec.default, limit_s=self._spec.start_limit_s)
+            self.apply(self.spec.default, limit_s=self.spec.start_limit_s)
             self._changed.unlink()
 
     def close(self) -> None:
@@ -163,14 +163,14 @@ class ServiceSubject:
 
     def _check(self) -> None:
         """Refuse what cannot be measured. Raises `JobRefused`."""
-        check_metrics(self._spec, METRICS - self.unseen - {QUALITY_DRIFT})
+        check_metrics(self.spec, METRICS - self.unseen - {QUALITY_DRIFT})
         program = self._program[0]
         if shutil.which(str(Path(self._target.folder, program)) if "/" in program else program) is None:
             field = "command" if self._target.command else "apply"
             raise JobRefused(f"target.{field}: there is no program {program!r}")
-        first = {name: knob.value_at(0) for name, knob in self._spec.space.by_name.items()}
+        first = {name: knob.value_at(0) for name, knob in self.spec.space.by_name.items()}
         try:
-            self._handed_over({**first, **self._spec.default})  # those that are inactive in the reference, too
+            self._handed_over({**first, **self.spec.default})  # those that are inactive in the reference, too
         except PlaitError as error:
             raise JobRefused(f"target: {error}") from error
 
@@ -187,12 +187,12 @@ class ServiceSubject:
     # ---- while trials run --------------------------------------------------------------------------------------------
 
     def _reserved_by(self, config: Config) -> ReservedResources:
-        reserves = self._spec.reserved_by.items()
+        reserves = self.spec.reserved_by.items()
         return ReservedResources(**{name: each.value(config) for name, each in reserves if each is not None})
 
     def _handed_over(self, config: Config) -> tuple[list[str], dict[str, str]]:
         """Return the arguments and the variables that a configuration adds; write the file that has it."""
-        settings = self._spec.settings(config)
+        settings = self.spec.settings(config)
         if self._target.knobs == "argv":
             return list(as_argv(settings)), {}
         if self._target.knobs == "env":
@@ -218,7 +218,7 @@ class ServiceSubject:
             raise RefusedStart(f"{command[0]}: {error}") from error
 
     def _run_hook(self, config: Config, *, limit_s: float) -> None:
-        if config != self._spec.default:
+        if config != self.spec.default:
             self._changed.touch()
         hook = self._start(config)
         try:

@@ -19,7 +19,6 @@ from plait.tuning.measure.service_subject import ServiceSubject
 from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Samples, Say
 from plait_autoconfig.jobs.promised_rate import SLO_MET
-from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S
 from plait_autoconfig.trial_load import surely_loses
 from plait_autoconfig.values import TrialOutcome
@@ -38,7 +37,7 @@ Subject: TypeAlias = PlaitSubject | ServiceSubject
 
 
 def run_loads(
-    subject: Subject, spec: JobSpec, task: MeasurementTask, *, limit_s: float, say: Say, known: Mapping[str, float]
+    subject: Subject, task: MeasurementTask, *, limit_s: float, say: Say, known: Mapping[str, float]
 ) -> Measured:
     """Run the load of a task on what runs and judge it; its note says what was decided on the way. `known`: metrics
     that are already known.
@@ -47,8 +46,8 @@ def run_loads(
     """
     log_path = subject.log_path
     before, kills, said_bytes = subject.running.pids(), count_oom_kills(), _size(log_path)
-    loading = _TrialLoads(subject, spec, task, limit_s=limit_s, say=say, pids=tuple(before))
-    searches = spec.is_capacity_search and not task.rate_per_s
+    loading = _TrialLoads(subject, task, limit_s=limit_s, say=say, pids=tuple(before))
+    searches = subject.spec.is_capacity_search and not task.rate_per_s
     loads = loading.searched() if searches else loading.offered() if task.rate_per_s else loading.given()
     evidence = Evidence(
         died=_died(subject.running, before), oom_kills=count_oom_kills() - kills, log=_read_from(log_path, said_bytes)
@@ -69,10 +68,11 @@ class _TrialLoads:
     highest one. `breached`: why a guard broke in; `notes`: what was decided on the way."""
 
     def __init__(
-        self, subject: Subject, spec: JobSpec, task: MeasurementTask, *, limit_s: float, say: Say, pids: tuple[int, ...]
+        self, subject: Subject, task: MeasurementTask, *, limit_s: float, say: Say, pids: tuple[int, ...]
     ) -> None:
-        self._subject, self._spec, self._task, self._say, self._pids = subject, spec, task, say, pids
-        self._goal = spec.goal.goals[0] if len(spec.goal.goals) == 1 else None
+        self._subject, self._spec, self._task, self._say, self._pids = subject, subject.spec, task, say, pids
+        goals = subject.spec.goal.goals
+        self._goal = goals[0] if len(goals) == 1 else None
         self._reserved = subject.running.reserved
         self._until_s = time.monotonic() + limit_s
         self.breached: list[str] = []

@@ -67,13 +67,13 @@ class Loads:
         self._result = LoadResult(metrics=metrics, ended_early=early, used=used, sessions=(session,), counted_s=2.0)
         running: Any = SimpleNamespace(reserved=RESERVED, may_end=frozenset(), pids=dict, url="http://h:1", prefix="")
         scenarios, log_path = (load_scenario(SCENARIO, {}),), self._folder / "none.log"
-        subject: Any = SimpleNamespace(running=running, scenarios=scenarios, guard=None, log_path=log_path)
         goals = SimpleNamespace(goals=() if goal is None else (goal,), limits=())
-        spec: Any = SimpleNamespace(goal=goals, is_capacity_search=search, prices=prices)
+        spec = SimpleNamespace(goal=goals, is_capacity_search=search, prices=prices)
+        subject: Any = SimpleNamespace(spec=spec, running=running, scenarios=scenarios, guard=None, log_path=log_path)
         own = MeasurementTask(
             number=1, kind=MeasurementKind.TRIAL, config={}, seed=1, limit_s=60.0, folder=self._folder, **task
         )
-        return run_loads(subject, spec, own, limit_s=60.0, say=lambda _: None, known={})
+        return run_loads(subject, own, limit_s=60.0, say=lambda _: None, known={})
 
 
 @pytest.fixture
