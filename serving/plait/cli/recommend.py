@@ -38,12 +38,11 @@ def recommend(
     if as_json:
         print(json.dumps(answer, indent=1))
         return
-    items = [(str(item.get("id", item.get("index"))), _score(item), item.get("name") or "") for item in answer["items"]]
-    print(table([("item", "score", "name"), *items]))
-
-
-def _score(item: dict[str, Any]) -> str:
-    return "nan" if item["score"] is None else f"{item['score']:.6g}"
+    rows = [("item", "score", "name")]
+    for it in answer["items"]:
+        score = "nan" if it["score"] is None else f"{it['score']:.6g}"
+        rows.append((str(it.get("id", it.get("index"))), score, it.get("name") or ""))
+    print(table(rows))
 
 
 def _candidates(text: str) -> Any:

@@ -45,7 +45,8 @@ def run_loads(
     Raises `ScenarioError`.
     """
     log_path = subject.log_path
-    before, kills, said_bytes = subject.running.pids(), count_oom_kills(), _size(log_path)
+    said_bytes = log_path.stat().st_size if log_path.exists() else 0
+    before, kills = subject.running.pids(), count_oom_kills()
     loading = _TrialLoads(subject, task, limit_s=limit_s, say=say, pids=tuple(before))
     searches = subject.spec.is_capacity_search and not task.rate_per_s
     loads = loading.searched() if searches else loading.offered() if task.rate_per_s else loading.given()
@@ -238,10 +239,6 @@ def _ticker(scenario: Scenario, say: Say) -> OnProgress:
             say(f"load, {max(progress.elapsed_s, 0.0):.0f} of {total_s:.0f} s{p95}")
 
     return show
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _read_from(path: Path, offset: int) -> str:
