@@ -1,1 +1,1 @@
-"""Manifests (Serve YAML now; KubeRay and placement later) rendered from a plait configuration."""
+"""Manifests for Ray Serve and KubeRay, and where replicas go: in arithmetic, and on Ray Serve."""

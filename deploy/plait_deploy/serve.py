@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
+from pydantic import ValidationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,26 +52,13 @@ def render_serve(
 
 
 def _check(document: Mapping[str, Any]) -> None:
-    """Validate the document with Ray's schema and compare the result with the document: Ray silently ignores unknown
-    keys."""
+    """Validate the document with Ray's schema, which by itself ignores unknown keys."""
     from ray.serve.schema import ServeDeploySchema
 
-    understood = ServeDeploySchema.model_validate(document).model_dump(mode="json", exclude_unset=True)
-    if lost := _missing(document, understood, ""):
-        raise ValueError(f"Ray Serve does not know {', '.join(lost)}")
-
-
-def _missing(wanted: Any, found: Any, path: str) -> list[str]:
-    if isinstance(wanted, Mapping):
-        if not isinstance(found, Mapping):
-            return [path]
-        return [
-            lost
-            for key, value in wanted.items()
-            for lost in (
-                [f"{path}.{key}".lstrip(".")] if key not in found else _missing(value, found[key], f"{path}.{key}")
-            )
-        ]
-    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
-        return [lost for i, value in enumerate(wanted) for lost in _missing(value, found[i], f"{path}.{i}")]
-    return []
+    try:
+        ServeDeploySchema.model_validate(document, extra="forbid")
+    except ValidationError as error:
+        unknown = [".".join(map(str, it["loc"])) for it in error.errors() if it["type"] == "extra_forbidden"]
+        if unknown:
+            raise ValueError(f"Ray Serve does not know {', '.join(unknown)}") from error
+        raise

@@ -84,7 +84,8 @@ class Deployment(Reservation):
     @property
     def fixed(self) -> str:
         """What only a restart changes, as JSON: the same in every process."""
-        return _json((self.target, self.args, self.num_cpus, self.num_gpus))
+        fixed = self.target, self.args, self.num_cpus, self.num_gpus
+        return json.dumps(fixed, sort_keys=True, default=_plain)
 
     def version(self, salt: str) -> str:
         """Return Serve's version of the deployment, which stands for the arguments that are bound to it. `salt`: unique
@@ -375,10 +376,6 @@ def _keys(name: str, value: Any) -> Iterator[str]:
             yield from _keys(inner if isinstance(it, BaseModel) else f"{name}.{inner}", it)
     else:
         yield name
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=_plain)
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 PlaitError
 ├── ConfigError      the configuration is wrong; `problems` names each path
+├── OrderError       a command's options cannot be carried out as given
 ├── StateError       the state folder cannot be used, or another plait holds it
 └── ServeError       the server could not be started, or ended by itself
 """
@@ -23,6 +24,10 @@ class ConfigError(PlaitError):
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         super().__init__(f"{source}: " + "; ".join(problems))
         self.problems = tuple(problems)
+
+
+class OrderError(PlaitError):
+    """What is ordered cannot be carried out as given; the message names the option. The command exits with code 2."""
 
 
 class StateError(PlaitError):

@@ -32,12 +32,9 @@ from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.sources.file_kinds import SUFFIX
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
-from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import HnSection, RankModelSection
-from plait_serving.sections import Section
+from plait_serving.ranking.config import HnSection
 
 ConfigT = TypeVar("ConfigT", bound=ServedConfig)
-SectionT = TypeVar("SectionT", bound=Section)
 
 _PROCESS_BYTES = 600_000_000
 """CUDA's context and its libraries, of each process."""
@@ -56,9 +53,10 @@ _GIGABYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wish:
-    """A deployment that can use a GPU. `given`: its `num_gpus`, None if it is left out."""
+    """A deployment that can use a GPU. `path`: of its section; `given`: its `num_gpus`, None if it is left out."""
 
     name: str
+    path: tuple[str, ...]
     replicas: int
     given: float | None
     weights_bytes: int
@@ -98,7 +96,9 @@ def with_gpus(config: ConfigT, cluster: ClusterState | None) -> ConfigT:
         kind = f" of {capacity / 1e9:g} GB" if capacity < math.inf else ""
         free = f", {len(asked)} deployments have taken theirs" if asked else ""
         raise PlaitError(f"there are {total} GPUs{kind}{free}, and what can use one does not fit: {said}{_ADVICE}")
-    return _written(config, {each.name: found.get(each.name, each.given) for each in wishes})
+    for each in wishes:
+        config = _written(config, (*each.path, "num_gpus"), found.get(each.name, each.given))
+    return config
 
 
 def _fitted(wishes: Sequence[_Wish], *, whole: int, widest: int) -> Mapping[str, float]:
@@ -133,29 +133,26 @@ def _floor(share: float) -> float:
     return math.floor(share * WHOLE) / WHOLE
 
 
-def _ranking(config: ServedConfig) -> Mapping[str, RankModelSection]:
-    return {} if config.recommend is None else config.recommend.models or {}
-
-
 def _wishes(config: ServedConfig) -> Iterator[_Wish]:
     """The starter's ControlNets and recommenders are small, and no section of a file has room for a share of theirs:
     they stay on a CPU."""
     if (images := config.images) is not None and images.device != "cpu":
         by_hand = 0.0 if ":" in images.device else None  # whoever numbers a device has chosen it
         largest = max(_half_bytes(Path(it.folder)) for it in images.base_models.values())
-        yield _wish(ENGINE, images, images.memory_bytes or largest, by_hand)
+        yield _wish(ENGINE, ("images",), images, images.memory_bytes or largest, by_hand)
         for name, net in images.controlnet_services().items() if images.controlnets is not None else ():
-            yield _wish(CONTROLNET_PREFIX + name, net, _half_bytes(net.folder), by_hand)
-    for name, model in _ranking(config).items():
+            path = ("images", "controlnets", name)
+            yield _wish(CONTROLNET_PREFIX + name, path, net, _half_bytes(net.folder), by_hand)
+    for name, model in ({} if config.recommend is None else config.recommend.models or {}).items():
         for role, part in model.parts.items():
             if isinstance(part, HnSection):
                 dense = _half_bytes(model.folder / _DENSE, unknown=_DENSE_BYTES)
-                yield _wish(worker_name(name, role), part, dense, None)
+                yield _wish(worker_name(name, role), ("recommend", "models", name, role), part, dense, None)
 
 
-def _wish(name: str, section: Any, weights_bytes: int, unset: float | None) -> _Wish:
+def _wish(name: str, path: tuple[str, ...], section: Any, weights_bytes: int, unset: float | None) -> _Wish:
     given = unset if section.num_gpus is None else section.num_gpus
-    return _Wish(name=name, replicas=section.max_replicas, given=given, weights_bytes=weights_bytes)
+    return _Wish(name=name, path=path, replicas=section.max_replicas, given=given, weights_bytes=weights_bytes)
 
 
 def _half_bytes(model: Path, *, unknown: int = _UNKNOWN_BYTES) -> int:
@@ -169,34 +166,12 @@ def _half_bytes(model: Path, *, unknown: int = _UNKNOWN_BYTES) -> int:
     return 2 * sum(weights.values()) or unknown
 
 
-def _written(config: ConfigT, shares: Mapping[str, float | None]) -> ConfigT:
-    """Return the configuration with these shares in its sections."""
-    updates: dict[str, Any] = {}
-    if config.images is not None and ENGINE in shares:
-        updates["images"] = _images(config.images, shares)
-    if config.recommend is not None and config.recommend.models is not None:
-        models = {}
-        for name, model in config.recommend.models.items():
-            parts = {role: worker_name(name, role) for role, part in model.parts.items() if isinstance(part, HnSection)}
-            new = {role: _shared(getattr(model, role), shares[at]) for role, at in parts.items()}
-            models[name] = model.model_copy(update=new)
-        updates["recommend"] = config.recommend.model_copy(update={"models": models})
-    return config.model_copy(update=updates)
-
-
-def _images(images: ImagesSection, shares: Mapping[str, float | None]) -> ImagesSection:
-    found = _shared(images, shares[ENGINE])
-    if images.controlnets is None:
-        return found
-    nets = {
-        name: _shared(net, shares.get(CONTROLNET_PREFIX + name, net.num_gpus))
-        for name, net in images.controlnets.items()
-    }
-    return found.model_copy(update={"controlnets": nets})
-
-
-def _shared(section: SectionT, share: float | None) -> SectionT:
-    return section.model_copy(update={"num_gpus": share})
+def _written(section: Any, path: Sequence[str], value: Any) -> Any:
+    """Return a section, or sections by name, with a value at a path."""
+    key, *rest = path
+    if isinstance(section, Mapping):
+        return {**section, key: _written(section[key], rest, value)}
+    return section.model_copy(update={key: _written(getattr(section, key), rest, value) if rest else value})
 
 
 def running_cluster() -> ClusterState | None:

@@ -46,7 +46,8 @@ def with_dtype(
     if images.dtype != "auto":
         return images
     # Whoever asks for diffusers' very bits means those of its own default.
-    gains = images.knobs.exact is not Exact.ALWAYS and native() and _largest_bytes(images) >= _PAYS_FROM_BYTES
+    may_gain = images.knobs.exact is not Exact.ALWAYS and native()
+    gains = may_gain and max(map(_bytes_of, images.base_models.values())) >= _PAYS_FROM_BYTES
     return images.model_copy(update={"dtype": "bfloat16" if gains else "float32"})
 
 
@@ -61,13 +62,9 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
     return any(found for pattern in _GPUS for found in devices.glob(pattern))
 
 
-def _largest_bytes(images: ImagesSection) -> int:
-    """Return the size of the files of the largest model that steps; 0 if there are none, which is reported where they
-    are loaded."""
-    return max(map(_bytes_of, images.base_models.values()))
-
-
 def _bytes_of(base: BaseSource) -> int:
+    """Return the size of the files of the model that steps; 0 if there are none, which is reported where they are
+    loaded."""
     folder = Path(base.folder)
     if base.is_file:
         sizes = {key: info.end - info.begin for key, info in tensors_of(folder).items()}

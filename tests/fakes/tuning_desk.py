@@ -78,13 +78,9 @@ class LocalTuningService:
         self._count += 1
         return self.desk.submit(text, tenant, f"{self._count:04}")
 
-    def __getattr__(self, name: str) -> Any:
-        """The rest is the desk's."""
-
-        async def answer(*arguments: Any) -> Any:
-            return getattr(self.desk, name)(*arguments)
-
-        return answer
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """See `TuningService`."""
+        return getattr(self.desk, method)(*arguments)
 
 
 def desk_in(folder: Path, runner: Threads, *, live: bool = False) -> TuningJobQueue:

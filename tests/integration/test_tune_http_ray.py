@@ -58,15 +58,15 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
     settings, runner, others = JobQueueSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2), _tuners()
     job_id = (await ActorTuningService(lambda: settings, runner=runner).submit(job_text(**TRIALS), "ops"))["id"]
     service = ActorTuningService(lambda: settings, runner=runner)
-    while not (await service.since(job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process
+    while not (await service.call("since", job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.1)
     with pytest.raises(NoSuchJob):
-        await service.job("absent")
+        await service.call("job", "absent")
     (actor,) = _tuners() - others
     os.kill(await ray.get_actor(*actor).__ray_call__.remote(_pid), signal.SIGKILL)
-    while (await service.job(job_id))["status"] != "finished":  # noqa: ASYNC110  # it is another process
+    while (await service.call("job", job_id))["status"] != "finished":  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.1)
-    rows = (await service.job(job_id))["state"]["rows"]
+    rows = (await service.call("job", job_id))["state"]["rows"]
     assert [row["number"] for row in rows] == list(range(len(rows)))
     assert sum(row["kind"] == "trial" and row["status"] == "finished" for row in rows) == 4
     _check_routes(tmp_path / "jobs", job_id)

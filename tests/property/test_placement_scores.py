@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_deploy.errors import TaskError
-from plait_deploy.placement import naive
 from plait_deploy.placement.expected_use import HURRIES, STEPS, UNIT, ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement
+from support import placement_twin as naive
 
 MODELS = ("A", "B", "")
 MILLIS = st.sampled_from([50, 190, 230, 470, 500, 530, 810, 999, WHOLE])

@@ -22,6 +22,7 @@ DASHBOARD_PORT, METRICS_PORT = 8265, 8080
 _GCS_PORT, _AGENT_PORT = 6379, 52365
 _CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 """With the pod's own context: what Kubernetes' profile `restricted` asks of a container."""
+_AUTOSCALER = {"version": "v2", "securityContext": _CONFINED}
 _USER = 1000
 """The user of `deploy/Dockerfile`."""
 _SPREAD_S = 15
@@ -69,14 +70,9 @@ class Service:
         """When Kubernetes kills a pod that has not ended."""
         return self._leaving_s + _DRAIN_S + _MARGIN_S
 
-    @property
-    def _labels(self) -> dict[str, str]:
-        return {SERVICE_LABEL: self.options.name}
-
     def manifest(self, pods: Sequence[Pods], *, serve_config: str, ray_version: str) -> dict[str, Any]:
         """Return the RayService."""
         options = self.options
-        queue = {} if options.queue is None else {"kueue.x-k8s.io/queue-name": options.queue}
         spec: dict[str, Any] = {
             # When the cluster of the version before goes. KubeRay's default, 60 s, is the least.
             "rayClusterDeletionDelaySeconds": max(60, self._grace_s),
@@ -85,20 +81,15 @@ class Service:
             "serveConfigV2": serve_config,
             "rayClusterConfig": {
                 "rayVersion": ray_version,
-                "authOptions": {"mode": "token"} | _optional(secretName=options.token_secret),
+                "authOptions": {"mode": "token"} | optional(secretName=options.token_secret),
                 "enableInTreeAutoscaling": options.autoscaling,
-                **(
-                    {"autoscalerOptions": {"version": "v2", "securityContext": _CONFINED}}
-                    if options.autoscaling
-                    else {}
-                ),
+                **optional(autoscalerOptions=_AUTOSCALER if options.autoscaling else None),
                 "headGroupSpec": self._head(),
                 "workerGroupSpecs": [self._workers(it) for it in pods],
             },
         }
-        labels = {"labels": {**self._labels, **queue}}
-        metadata = {"name": options.name} | _optional(namespace=options.namespace) | labels
-        return {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": metadata, "spec": spec}
+        queue = optional(**{"kueue.x-k8s.io/queue-name": options.queue})
+        return named_object(options, "ray.io/v1", "RayService", spec, labels=queue)
 
     def _head(self) -> dict[str, Any]:
         ports = {"gcs-server": _GCS_PORT, "dashboard": DASHBOARD_PORT, "serve": self.port, "metrics": METRICS_PORT}
@@ -172,10 +163,9 @@ class Service:
                 for name, it in claims.items()
             ],
         }
-        if options.pull_secret is not None:
-            spec["imagePullSecrets"] = [{"name": options.pull_secret}]
-        spec |= _optional(nodeSelector=group.node_selector or None)
-        return {"metadata": {"labels": self._labels}, "spec": spec}
+        secrets = None if options.pull_secret is None else [{"name": options.pull_secret}]
+        spec |= optional(imagePullSecrets=secrets, nodeSelector=group.node_selector or None)
+        return {"metadata": {"labels": {SERVICE_LABEL: options.name}}, "spec": spec}
 
 
 def _upgrade(options: DeploySection) -> dict[str, Any]:
@@ -194,29 +184,28 @@ def _upgrade(options: DeploySection) -> dict[str, Any]:
 
 def _ray_is_alive(*, period_s: int, failures: int) -> dict[str, Any]:
     """Ray's own health check, which needs no token: the raylet, and on the head the GCS."""
-    return {
-        "httpGet": {"path": "/api/healthz", "port": _AGENT_PORT},
-        "initialDelaySeconds": 10,
-        "periodSeconds": period_s,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
-    }
+    asks = {"httpGet": {"path": "/api/healthz", "port": _AGENT_PORT}, "initialDelaySeconds": 10}
+    return {**asks, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
 
 
 def _models_are_warm(port: int, workload: str | None) -> dict[str, Any]:
     """plait's `/health`: models are loaded, and a warm-up image was made; pods of one workload go on while the other
     one is down. A server that answers only to its own names answers to localhost."""
-    return {
-        "httpGet": {
-            "path": "/health" if workload is None else f"/health?workload={workload}",
-            "port": port,
-            "httpHeaders": [{"name": "Host", "value": "localhost"}],
-        },
-        "periodSeconds": 5,
-        "timeoutSeconds": 5,
-        "failureThreshold": 3,
-    }
+    path = "/health" if workload is None else f"/health?workload={workload}"
+    asks = {"httpGet": {"path": path, "port": port, "httpHeaders": [{"name": "Host", "value": "localhost"}]}}
+    return {**asks, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
 
 
-def _optional(**items: Any) -> dict[str, Any]:
+def optional(**items: Any) -> dict[str, Any]:
+    """Return those that are not None."""
     return {key: value for key, value in items.items() if value is not None}
+
+
+def named_object(
+    options: DeploySection, api: str, kind: str, spec: Any, *, part: str = "", labels: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return an object of Kubernetes, called as `deploy.name` says, or as a part of that."""
+    name = f"{options.name}-{part}" if part else options.name
+    own = {"labels": {SERVICE_LABEL: options.name, **(labels or {})}}
+    metadata = {"name": name} | optional(namespace=options.namespace) | own
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -43,13 +43,9 @@ def render_kuberay(
             "or set deploy.network.monitoring_namespace to null"
         )
     pods = _pods(reservations, options)
-    placed = replace(
-        application,
-        args=mapped(application.args, options.volumes),
-        deployments={
-            it.name: {"ray_actor_options": _actor(it), **application.deployments[it.name]} for it in reservations
-        },
-    )
+    told = application.deployments
+    deployments = {it.name: {"ray_actor_options": _actor(it), **told[it.name]} for it in reservations}
+    placed = replace(application, args=mapped(application.args, options.volumes), deployments=deployments)
     service = Service(options=options, port=port, longest_request_s=longest_request_s, environment=environment)
     # In a pod the server listens on all interfaces.
     serve_config = render_serve(placed, host="0.0.0.0", port=port, proxies="EveryNode")  # noqa: S104
@@ -68,12 +64,12 @@ def render_kuberay(
 def _pods(reservations: Sequence[Reservation], options: DeploySection) -> list[Pods]:
     """Return the groups that have something to carry. Without autoscaling all pods are there from the start."""
     found = []
-    groups: tuple[tuple[str, WorkerGroup, str], ...] = (
-        (CPU_NODE, options.cpu, "deploy.cpu"),
-        (GPU_NODE, options.gpu, "deploy.gpu"),
-        (SHARD_NODE, options.shard, "deploy.shard"),
-    )
-    for node, group, key in groups:
+    groups: Mapping[str, tuple[str, WorkerGroup]] = {
+        CPU_NODE: ("deploy.cpu", options.cpu),
+        GPU_NODE: ("deploy.gpu", options.gpu),
+        SHARD_NODE: ("deploy.shard", options.shard),
+    }
+    for node, (key, group) in groups.items():
         carried = [it for it in reservations if _node(it) == node]
         if not carried:
             continue
@@ -81,9 +77,16 @@ def _pods(reservations: Sequence[Reservation], options: DeploySection) -> list[P
         size = {"cpus": group.cpus, "gpus": gpus, "memory_bytes": group.memory_bytes}
         fewest = pods_for(carried, **size, at_most=False, key=key)
         needed = pods_for(carried, **size, at_most=True, key=key)
-        counts = _counts(node, group, key, fewest=fewest, needed=needed, autoscaling=options.autoscaling)
+        most = group.max_pods or max(needed, group.min_pods or 0)
+        start = group.min_pods or (fewest if options.autoscaling else min(needed, most))
+        if most < fewest:
+            raise DeployError(f"{key}.max_pods is {most}, and the replicas need {fewest} pods of that size")
+        if not options.autoscaling and start < fewest:
+            lack = f"{key}.min_pods is {start}, and the replicas need {fewest} pods"
+            raise DeployError(f"{lack}: nothing adds them without autoscaling")
         workloads = {it.workload for it in carried if it.workload is not None}
-        found.append(replace(counts, workload=workloads.pop() if len(workloads) == 1 else None))
+        workload = workloads.pop() if len(workloads) == 1 else None
+        found.append(Pods(node=node, group=group, min_pods=start, max_pods=most, workload=workload))
     return found
 
 
@@ -101,7 +104,8 @@ def pods_for(
 
     Raises DeployError if a replica fits no pod; `key` names what to change.
     """
-    replicas = list(_replicas(reservations, at_most=at_most))
+    largest_first = sorted(reservations, key=lambda it: (it.num_gpus, it.num_cpus, it.name), reverse=True)
+    replicas = [it for it in largest_first for _ in range(it.max_replicas if at_most else it.min_replicas)]
     pod = ClusterNode(name=key, cpu_milli=cpus * WHOLE, memory_mib=memory_bytes >> 20, gpus=gpus)
     state, needed = ClusterState([pod] * max(1, len(replicas))), 0
     for one in replicas:
@@ -116,24 +120,6 @@ def pods_for(
         state.place(task, at)
         needed = max(needed, at.node + 1)
     return needed
-
-
-def _replicas(reservations: Sequence[Reservation], *, at_most: bool) -> Iterable[Reservation]:
-    for one in sorted(reservations, key=lambda it: (it.num_gpus, it.num_cpus, it.name), reverse=True):
-        for _ in range(one.max_replicas if at_most else one.min_replicas):
-            yield one
-
-
-def _counts(node: str, group: WorkerGroup, key: str, *, fewest: int, needed: int, autoscaling: bool) -> Pods:
-    max_pods = group.max_pods if group.max_pods is not None else max(needed, group.min_pods or 0)
-    start = group.min_pods if group.min_pods is not None else (fewest if autoscaling else min(needed, max_pods))
-    if max_pods < fewest:
-        raise DeployError(f"{key}.max_pods is {max_pods}, and the replicas need {fewest} pods of that size")
-    if not autoscaling and start < fewest:
-        raise DeployError(
-            f"{key}.min_pods is {start}, and the replicas need {fewest} pods: nothing adds them without autoscaling"
-        )
-    return Pods(node=node, group=group, min_pods=start, max_pods=max_pods)
 
 
 def _node(reservation: Reservation) -> str:

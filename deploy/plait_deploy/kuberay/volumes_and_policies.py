@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from plait_deploy.kuberay.options import DeploySection
-from plait_deploy.kuberay.rayservice import DASHBOARD_PORT, METRICS_PORT, SERVICE_LABEL, Pods
+from plait_deploy.kuberay.rayservice import (
+    DASHBOARD_PORT,
+    METRICS_PORT,
+    SERVICE_LABEL,
+    Pods,
+    named_object,
+    optional,
+)
 
 _GROUP, _HEAD_GROUP = "ray.io/group", "headgroup"
 """The label that KubeRay gives pods, and its value for the head."""
@@ -14,21 +21,13 @@ _NAMESPACE = "kubernetes.io/metadata.name"
 
 def volume_claims(options: DeploySection) -> list[dict[str, Any]]:
     """Return a claim for each volume that is not there yet. Pods of all nodes mount them: ReadWriteMany."""
-    folders = {"models": options.volumes.models, "cache": options.volumes.cache}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": _metadata(options, name),
-            "spec": {
-                "accessModes": ["ReadWriteMany"],
-                "resources": {"requests": {"storage": folder.size}},
-                **({} if folder.storage_class is None else {"storageClassName": folder.storage_class}),
-            },
-        }
-        for name, folder in folders.items()
-        if folder.claim is None
-    ]
+    claims = []
+    for name, folder in (("models", options.volumes.models), ("cache", options.volumes.cache)):
+        if folder.claim is None:
+            size = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": folder.size}}}
+            spec = size | optional(storageClassName=folder.storage_class)
+            claims.append(named_object(options, "v1", "PersistentVolumeClaim", spec, part=name))
+    return claims
 
 
 def network_policy(options: DeploySection, *, port: int) -> dict[str, Any]:
@@ -44,12 +43,8 @@ def network_policy(options: DeploySection, *, port: int) -> dict[str, Any]:
     ]
     if network.monitoring_namespace is not None:
         rules.append({"from": [_from(network.monitoring_namespace)], "ports": _ports(METRICS_PORT, port)})
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(options),
-        "spec": {**ours, "policyTypes": ["Ingress"], "ingress": rules},
-    }
+    spec = {**ours, "policyTypes": ["Ingress"], "ingress": rules}
+    return named_object(options, "networking.k8s.io/v1", "NetworkPolicy", spec)
 
 
 def disruption_budgets(options: DeploySection, pods: list[Pods]) -> list[dict[str, Any]]:
@@ -57,19 +52,12 @@ def disruption_budgets(options: DeploySection, pods: list[Pods]) -> list[dict[st
 
     Kubernetes takes only `minAvailable` for pods that no Deployment owns.
     """
-    fewest = {_HEAD_GROUP: 1} | {it.name: max(1, it.min_pods - 1) for it in pods}
-    return [
-        {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": _metadata(options, "head" if group == _HEAD_GROUP else group),
-            "spec": {
-                "minAvailable": count,
-                "selector": {"matchLabels": {SERVICE_LABEL: options.name, _GROUP: group}},
-            },
-        }
-        for group, count in fewest.items()
-    ]
+    budgets = []
+    for group, count in {_HEAD_GROUP: 1, **{it.name: max(1, it.min_pods - 1) for it in pods}}.items():
+        selector = {"matchLabels": {SERVICE_LABEL: options.name, _GROUP: group}}
+        spec, part = {"minAvailable": count, "selector": selector}, "head" if group == _HEAD_GROUP else group
+        budgets.append(named_object(options, "policy/v1", "PodDisruptionBudget", spec, part=part))
+    return budgets
 
 
 def pod_monitor(options: DeploySection) -> dict[str, Any]:
@@ -78,21 +66,9 @@ def pod_monitor(options: DeploySection) -> dict[str, Any]:
     plait: dict[str, Any] = {"port": "serve", "path": "/metrics", "interval": "15s", "scrapeTimeout": "5s"}
     if options.metrics_secret is not None:
         plait["authorization"] = {"credentials": {"name": options.metrics_secret, "key": "api_key"}}
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PodMonitor",
-        "metadata": _metadata(options),
-        "spec": {
-            "selector": {"matchLabels": {SERVICE_LABEL: options.name}},
-            "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}, plait],
-        },
-    }
-
-
-def _metadata(options: DeploySection, part: str | None = None) -> dict[str, Any]:
-    name = options.name if part is None else f"{options.name}-{part}"
-    where = {} if options.namespace is None else {"namespace": options.namespace}
-    return {"name": name, **where, "labels": {SERVICE_LABEL: options.name}}
+    scraped = [{"port": "metrics", "interval": "15s"}, plait]
+    spec = {"selector": {"matchLabels": {SERVICE_LABEL: options.name}}, "podMetricsEndpoints": scraped}
+    return named_object(options, "monitoring.coreos.com/v1", "PodMonitor", spec)
 
 
 def _from(namespace: str) -> dict[str, Any]:

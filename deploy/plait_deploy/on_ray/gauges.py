@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
@@ -39,16 +40,11 @@ def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Repor
     index = {each.number: at for at, each in enumerate(nodes)}
     for demand in demands:
         for said in reports.get(demand.name, ()):
-            node = index.get(said.get(NODE, -1.0))
-            if node is None:
-                continue
-            devices = devices_in(said)
-            try:
-                if devices is None:
-                    devices = state.best_fit_devices(demand.task, node)
-                state.place(demand.task, TaskPlacement(node=node, devices=devices))
-            except (TaskError, ValueError):
-                continue
+            if (node := index.get(said.get(NODE, -1.0))) is not None:
+                with suppress(TaskError, ValueError):
+                    devices = devices_in(said)
+                    devices = state.best_fit_devices(demand.task, node) if devices is None else devices
+                    state.place(demand.task, TaskPlacement(node=node, devices=devices))
     return state
 
 

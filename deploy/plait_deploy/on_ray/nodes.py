@@ -3,6 +3,7 @@ one class."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from plait_deploy.placement.values import WHOLE, ClusterNode
 _AT = "@"
 LABEL = "plait-class"
 """The label of Ray's nodes whose value is their class: `ray start --labels plait-class=l40s`."""
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _GPU_MODEL = "ray.io/accelerator-type"
 
 
@@ -75,13 +77,8 @@ def check_names(names: tuple[str, ...], classes: tuple[str, ...]) -> None:
         if _AT in each or not each:
             raise PlacementError(f"{each!r} names no deployment and no class of nodes: {_AT} parts the two")
     for each in classes:
-        if not _is_label(each):
+        if not _LABEL_VALUE.fullmatch(each):
             raise PlacementError(
                 f"class {each} cannot be a label's value in Ray: up to 63 letters, digits, '-', '_' and '.', "
                 "the first and the last a letter or digit"
             )
-
-
-def _is_label(text: str) -> bool:
-    inner = text.replace("-", "").replace("_", "").replace(".", "")
-    return len(text) <= 63 and inner.isascii() and inner.isalnum() and text[0].isalnum() and text[-1].isalnum()

@@ -16,7 +16,7 @@ from plait_deploy.on_ray.nodes import RayNode, living_nodes, ray_nodes, split_na
 from plait_deploy.on_ray.replica_location import DEVICES, NODE, devices_in
 from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.policies import OURS, make_policy
-from plait_deploy.placement.recount import Recount, Standing, recount
+from plait_deploy.placement.recount import Standing, recount
 from plait_deploy.placement.state import ClusterState
 
 _log = logging.getLogger("ray.serve")
@@ -101,7 +101,9 @@ class PlacementPolicy:
         if seen == self._seen:
             return
         self._seen = seen
-        found = self._plan(nodes, demands, standing)
+        state = ClusterState([each.node for each in nodes])
+        policy = make_policy(self._policy, demand_classes(demands))
+        found = recount(state, [each.node_class for each in nodes], demands, standing, policy)
         counts = {where: found.counts.get(where, 0) for where in contexts}
         if counts != self._counts:
             logged = {f"{name}@{of}": count for (name, of), count in counts.items() if count}
@@ -119,11 +121,6 @@ class PlacementPolicy:
             replicas = bound if follower is None else min(bound, follower.wanted(parts))
             found.append(Demand(name=name, task=self._tasks[name], replicas=replicas))
         return tuple(found)
-
-    def _plan(self, nodes: Sequence[RayNode], demands: Sequence[Demand], standing: Sequence[Standing]) -> Recount:
-        state = ClusterState([each.node for each in nodes])
-        policy = make_policy(self._policy, demand_classes(demands))
-        return recount(state, [each.node_class for each in nodes], demands, standing, policy)
 
 
 class _Follower:

@@ -10,6 +10,7 @@ A group's `used` (`{cpus, memory_gib, gpus: [0.5, 1]}`, by device) is what other
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,13 +39,9 @@ def parse_cluster(data: object) -> ClusterState:
         held += [used] * len(made)
         if len(nodes) > MAX_NODES:
             raise ClusterError(f"more than {MAX_NODES} nodes")
-    names = [node.name for node in nodes]
-    if (
-        double := next((name for name in names if names.count(name) > 1), None)
-        if len(set(names)) < len(names)
-        else None
-    ):
-        raise ClusterError(f"two nodes are named {double}")
+    ((name, count),) = Counter(node.name for node in nodes).most_common(1)
+    if count > 1:
+        raise ClusterError(f"two nodes are named {name}")
     _check_totals(top.get("totals"), nodes)
     state = ClusterState(nodes)
     for at, used in enumerate(held):

@@ -6,7 +6,8 @@ hatched. The bar under the devices is the node's CPU. Lengths are pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 
@@ -63,7 +64,7 @@ class _Box:
 class _Canvas:
     """What is drawn so far, and of what: who holds how much of a device, and of a node's CPU.
 
-    `devices[node][g]` is a list of (demand, milli-GPUs), `cpu[node]` milli-cores by demand.
+    `devices[node][g]` is a list of (demand, milli-GPUs), `cpu[node]` milli-cores and `gpu_milli` of all by demand.
     """
 
     def __init__(self, state: ClusterState, plan: PlacementPlan) -> None:
@@ -71,24 +72,16 @@ class _Canvas:
         self.body: list[str] = []
         self.names = list(dict.fromkeys(each.demand.name for each in plan.assigned))
         self.devices: list[list[list[tuple[int, int]]]] = [[[] for _ in range(node.gpus)] for node in state.nodes]
-        self.cpu: list[dict[int, int]] = [{} for _ in state.nodes]
+        self.cpu = [Counter[int]() for _ in state.nodes]
+        self.gpu_milli = Counter[int]()
         for each in plan.assigned:
             if each.at is None:
                 continue
-            index = self.names.index(each.demand.name)
-            cpu = self.cpu[each.at.node]
-            cpu[index] = cpu.get(index, 0) + each.demand.task.cpu_milli
+            index, task = self.names.index(each.demand.name), each.demand.task
+            self.cpu[each.at.node][index] += task.cpu_milli
+            self.gpu_milli[index] += task.total_milli
             for device in each.at.devices:
-                self.devices[each.at.node][device].append((index, each.demand.task.gpu_milli))
-
-    def gpu_by_demand(self) -> dict[int, float]:
-        """Return the GPUs that each demand holds."""
-        total: dict[int, float] = {}
-        for node in self.devices:
-            for device in node:
-                for index, milli in device:
-                    total[index] = total.get(index, 0.0) + milli / WHOLE
-        return total
+                self.devices[each.at.node][device].append((index, task.gpu_milli))
 
     def text(self, x: float, y: float, text: str, kind: str) -> None:
         """Write a line."""
@@ -99,14 +92,16 @@ class _Canvas:
         at = {"x": box.x, "y": box.y, "width": box.width, "height": box.height}
         self.body.append(element("rect", **at, fill=fill, stroke=stroke, rx=radius or ""))
 
-    def bar(self, box: _Box, total: float, parts: Iterable[tuple[float, str]]) -> None:
-        """Draw parts of a total side by side."""
-        x = box.x
-        for amount, fill in parts:
-            if amount > 1e-9:
-                width = amount / total * box.width
-                self.rect(_Box(x, box.y, width, box.height), fill)
-                x += width
+    def bar(self, box: _Box, total: float, parts: Iterable[tuple[float, str]], *, upright: bool = False) -> None:
+        """Draw parts of a total side by side, or on top of each other."""
+        at = 0.0
+        for share, fill in ((amount / total, fill) for amount, fill in parts if amount > 1e-9):
+            if upright:
+                part, stroke = _Box(box.x, box.y + (1 - at - share) * box.height, box.width, share * box.height), _CARD
+            else:
+                part, stroke = _Box(box.x + at * box.width, box.y, share * box.width, box.height), ""
+            self.rect(part, fill, stroke=stroke)
+            at += share
 
 
 def draw(state: ClusterState, plan: PlacementPlan, *, title: str) -> str:
@@ -145,16 +140,15 @@ def _totals(canvas: _Canvas, y: float) -> float:
     plan = canvas.plan
     if not plan.after.gpus:
         return y
-    rows: list[tuple[str, Use, Mapping[int, float]]] = [
-        ("before", plan.before, {}),
-        ("after", plan.after, canvas.gpu_by_demand()),
-    ]
-    for label, use, mine in rows:
+    ends: list[tuple[str, Use, Mapping[int, int]]]
+    ends = [("before", plan.before, {}), ("after", plan.after, canvas.gpu_milli)]
+    for label, use, held in ends:
+        mine = [(milli / WHOLE, _colour(index)) for index, milli in sorted(held.items())]
         canvas.text(_MARGIN, y + 14, label, "small")
         box = _Box(_MARGIN + 60, y, _WIDTH - 2 * _MARGIN - 60, 20)
-        others = max(0.0, use.gpus - use.idle - sum(mine.values()))
-        parts = [(others, _OTHER), *((gpus, _colour(index)) for index, gpus in sorted(mine.items()))]
-        canvas.bar(box, use.gpus, [*parts, (use.idle - use.stranded, _IDLE), (use.stranded, _STRANDED)])
+        others = max(0.0, use.gpus - use.idle - sum(gpus for gpus, _ in mine))
+        free = (use.idle - use.stranded, _IDLE), (use.stranded, _STRANDED)
+        canvas.bar(box, use.gpus, [(others, _OTHER), *mine, *free])
         canvas.rect(box, "none", stroke=_LINE, radius=3)
         y += 28
     return y + 8
@@ -223,7 +217,7 @@ def _card(canvas: _Canvas, node: int, box: _Box, size: _Size) -> None:
         others = WHOLE - free - sum(milli for _, milli in holders)
         parts = [(float(others), _OTHER), *((float(milli), _colour(index)) for index, milli in holders)]
         at = _Box(left + device * (size.device + size.gap), top, size.device, size.height)
-        _column(canvas, at, [*parts, (free * share, _STRANDED), (free * (1 - share), _IDLE)])
+        canvas.bar(at, WHOLE, [*parts, (free * share, _STRANDED), (free * (1 - share), _IDLE)], upright=True)
     if canvas.devices[node]:
         top += size.height + 6
     bar, total = _Box(left, top, width, size.cpu), max(1, state.nodes[node].cpu_milli)
@@ -232,16 +226,6 @@ def _card(canvas: _Canvas, node: int, box: _Box, size: _Size) -> None:
     other_cpu = total - int(state.cpu[node]) - sum(held.values())
     canvas.bar(bar, total, [(other_cpu, _OTHER), *((milli, _colour(index)) for index, milli in held.items())])
     canvas.body.append("</g>")
-
-
-def _column(canvas: _Canvas, box: _Box, parts: Sequence[tuple[float, str]]) -> None:
-    """Draw a device: parts in milli-GPUs, from below."""
-    bottom = box.y + box.height
-    for milli, fill in parts:
-        if milli > 0:
-            tall = milli / WHOLE * box.height
-            bottom -= tall
-            canvas.rect(_Box(box.x, bottom, box.width, tall), fill, stroke=_CARD)
 
 
 def _colour(index: int) -> str:

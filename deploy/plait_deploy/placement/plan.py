@@ -61,7 +61,10 @@ def plan(state: ClusterState, demands: Sequence[Demand], policy: Policy) -> Plac
     if not any(each.replicas for each in demands):
         raise PlacementError("the configuration asks for no replica")
     for each in demands:
-        _require_a_node(state.nodes, each)
+        if not any(_fits_empty(each.task, node) for node in state.nodes):
+            raise NoRoomError(
+                f"{each.name}: a replica needs {said(each.task)}, and no node has that even when it is empty"
+            )
     before = use_of(state, demands)
     order = sorted(
         ((each, replica) for each in demands for replica in range(each.replicas)),
@@ -95,12 +98,6 @@ def use_of(state: ClusterState, demands: Sequence[Demand]) -> Use:
         stranded=float(stranded.sum()),
         stranded_by_node=tuple(stranded.tolist()),
     )
-
-
-def _require_a_node(nodes: Sequence[ClusterNode], demand: Demand) -> None:
-    task = demand.task
-    if not any(_fits_empty(task, node) for node in nodes):
-        raise NoRoomError(f"{demand.name}: a replica needs {said(task)}, and no node has that even when it is empty")
 
 
 def _fits_empty(task: Task, node: ClusterNode) -> bool:

@@ -88,20 +88,14 @@ class _Recounting:
 
     def _keep(self, each: Standing) -> bool:
         """Place a replica where it is known to be; return False if that is not known, or cannot be."""
-        if each.node is None:
-            return False
         task = self._demands[each.name].task
-        devices = each.devices
-        if devices is None:
-            if not self._fits(task, each.node):
-                return False
-            devices = self._state.best_fit_devices(task, each.node)
+        if each.node is None or (each.devices is None and not self._fits(task, each.node)):
+            return False
+        devices = self._state.best_fit_devices(task, each.node) if each.devices is None else each.devices
         try:
-            self._state.place(task, TaskPlacement(node=each.node, devices=devices))
+            self._settle(each, task, TaskPlacement(node=each.node, devices=devices))
         except TaskError:
             return False
-        place = TaskPlacement(node=each.node, devices=devices)
-        self._kept.setdefault((each.name, each.node_class), []).append(place)
         return True
 
     def _start(self, each: Standing) -> bool:
@@ -115,11 +109,13 @@ class _Recounting:
         if not room:
             return False
         node = min(room)[1]
-        place = TaskPlacement(node=node, devices=self._state.best_fit_devices(task, node))
-        self._state.place(task, place)
-        self._kept.setdefault((each.name, each.node_class), []).append(place)
+        self._settle(each, task, TaskPlacement(node=node, devices=self._state.best_fit_devices(task, node)))
         self._starting.setdefault(node, []).append(task)
         return True
+
+    def _settle(self, each: Standing, task: Task, place: TaskPlacement) -> None:
+        self._state.place(task, place)
+        self._kept.setdefault((each.name, each.node_class), []).append(place)
 
     def _fits(self, task: Task, node: int) -> bool:
         return bool(self._state.fits(task, np.array([node]), self._state.allows(task))[0])

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from enum import StrEnum
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
 
-class Shell(StrEnum):
-    """Those that can be helped."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
 _BASH = 'complete -o default -C "plait --complete" plait'
 _SCRIPTS = {
-    Shell.BASH: _BASH,
-    Shell.ZSH: f"autoload -U +X bashcompinit && bashcompinit\n{_BASH}",
-    Shell.FISH: "complete -c plait -a '(env COMP_LINE=(commandline -cp) plait --complete)'",
+    "bash": _BASH,
+    "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{_BASH}",
+    "fish": "complete -c plait -a '(env COMP_LINE=(commandline -cp) plait --complete)'",
 }
 
 
 @app.command()
-def completion(shell: Annotated[Shell, typer.Argument(help="for this shell")]) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="for this shell")]) -> None:
     """Print what a shell reads to complete commands and options: add `eval "$(plait completion bash)"` to ~/.bashrc.
 
     For fish: `plait completion fish > ~/.config/fish/completions/plait.fish`.

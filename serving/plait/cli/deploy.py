@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
-
-
-class RenderTarget(StrEnum):
-    """The manifest formats that can be rendered."""
-
-    SERVE = "serve"
-    KUBERAY = "kuberay"
 
 
 @app.callback()
@@ -29,8 +21,9 @@ def deploy() -> None:
 def render(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
     target: Annotated[
-        RenderTarget, typer.Option(help="serve: a Ray Serve config file; kuberay: all manifests for KubeRay 1.7")
-    ] = RenderTarget.SERVE,
+        Literal["serve", "kuberay"],
+        typer.Option(help="serve: a Ray Serve config file; kuberay: all manifests for KubeRay 1.7"),
+    ] = "serve",
     *,
     image: Annotated[str | None, typer.Option(help="kuberay: the image with plait, as name@sha256:...")] = None,
     cluster: Annotated[
@@ -48,10 +41,10 @@ def render(
 
     options = [setting("deploy.image", image)] if image is not None else []
     options += [setting("deploy.allow_tag", True)] if allow_tag else []
-    if target is RenderTarget.SERVE and options:
+    if target == "serve" and options:
         raise PlaitError("--image and --allow-tag go with --target kuberay: Ray's nodes have plait already")
     loaded = load_config(config, overrides=[*(settings or []), *options])
-    if target is RenderTarget.KUBERAY:
+    if target == "kuberay":
         if cluster is not None:
             raise PlaitError("--cluster goes with --target serve: pods of one group cannot be told apart by labels")
         print(kuberay_manifests(loaded), end="")
@@ -93,7 +86,8 @@ def place(
     nodes = placing.running(live or "auto") if cluster is None else placing.described(cluster)
     placed = placing.place(loaded, nodes, policy=policy, per_node=per_node)
     if svg is not None:
-        title = _title(config, live if cluster is None else cluster.name)
+        what = "The starter" if config is None else config.name
+        title = f"{what} on {live if cluster is None else cluster.name}"
         write(svg, draw(placed.state, placed.plan, title=title))
     if as_json:
         print(json.dumps(placing.document_of(placed), indent=1))
@@ -102,7 +96,3 @@ def place(
     if missing := len(placed.plan.unplaced):
         print(f"plait deploy: the cluster is too full for {missing} of the replicas", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _title(config: Path | None, cluster: str | None) -> str:
-    return f"{'The starter' if config is None else config.name} on {cluster}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import AbstractContextManager
 from os.path import expanduser
@@ -64,7 +65,7 @@ def generate(
     """Make images in this process and print the file names; progress goes to stderr."""
     from plait.cli.serve import check_folders
     from plait.config import ServedConfig
-    from plait.offline.images import OrderError, check_order, parse_order, run_order
+    from plait.offline.images import check_order, parse_order, run_order
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     fields = {
@@ -75,18 +76,14 @@ def generate(
     edits = {"image": image, "mask": mask, "strength": strength}
     images, fields["model"] = _images(model, config)
     check_folders(ServedConfig(images=images, recommend=None), source=str(config or "the configuration"))
-    try:
-        order = parse_order(
-            fields, edits, output=output, loras=lora or [], controlnets=controlnet or [], preprocess=preprocess
-        )
-        check_order(order, images)
-        with open_service(images) as service:
-            print("drawing ...", file=sys.stderr, flush=True)
-            written = run_order(order, service, preprocessors=PREPROCESSORS, say=_say)
-    except OrderError as error:
-        print(f"plait generate: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    print(written.as_json() if as_json else "\n".join(map(str, written.files)))
+    order = parse_order(
+        fields, edits, output=output, loras=lora or [], controlnets=controlnet or [], preprocess=preprocess
+    )
+    check_order(order, images)
+    with open_service(images) as service:
+        print("drawing ...", file=sys.stderr, flush=True)
+        made = run_order(order, output, service, preprocessors=PREPROCESSORS, say=_say)
+    print(json.dumps(made, indent=1) if as_json else "\n".join(each["file"] for each in made["pictures"]))
 
 
 def _say(text: str, share: float) -> None:

@@ -6,7 +6,6 @@ and Ray. Each command module has a `typer.Typer` called `app`.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -62,9 +61,9 @@ def _told(arguments: list[str]) -> int:
         return EXIT_OK
     name, *rest = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"plait: there is no command {name!r}{hint} (plait --help lists them)", file=sys.stderr)
+        from plait_serving.spelling import hint
+
+        print(f"plait: there is no command {name!r}{hint(name, COMMANDS)} (plait --help lists them)", file=sys.stderr)
         return EXIT_USAGE
     return _run(name, rest)
 
@@ -73,7 +72,7 @@ def _run(name: str, arguments: list[str]) -> int:
     """Run a sub-command; a user-facing error becomes one sentence and exit code 1."""
     from typer import BadParameter, TyperException
 
-    from plait.errors import PlaitError
+    from plait.errors import OrderError, PlaitError
     from plait_serving.diffusion.errors import EngineError
 
     try:
@@ -81,13 +80,16 @@ def _run(name: str, arguments: list[str]) -> int:
         code = module.app(args=arguments, prog_name=f"plait {name}", standalone_mode=False)
         return code if isinstance(code, int) else EXIT_OK
     except SystemExit as end:
-        return _exit_code(end)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or EXIT_OK
+        print(end.code, file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("plait: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (PlaitError, EngineError) as error:
         print(f"plait {name}: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, OrderError) else EXIT_FAILED
     except TyperException as error:
         if isinstance(error, BadParameter):
             from plait_serving.spelling import plain
@@ -97,31 +99,18 @@ def _run(name: str, arguments: list[str]) -> int:
         return error.exit_code
 
 
-def _exit_code(end: SystemExit) -> int:
-    if end.code is None:
-        return EXIT_OK
-    if isinstance(end.code, int):
-        return end.code
-    print(end.code, file=sys.stderr)
-    return EXIT_FAILED
-
-
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Usage: plait COMMAND [ARGS]...",
-            "",
-            "Images from diffusion models with ControlNets and LoRA sets, and recommendations, served on Ray Serve.",
-            "",
-            "Commands:",
-            *lines,
-            "",
-            "plait help COMMAND tells more; plait --version prints the version.",
-            "Exit codes: 0 done, 1 failed, 2 wrong usage, 99 a threshold was missed, 130 interrupted.",
-        ]
-    )
+    lines = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    return f"""Usage: plait COMMAND [ARGS]...
+
+Images from diffusion models with ControlNets and LoRA sets, and recommendations, served on Ray Serve.
+
+Commands:
+{lines}
+
+plait help COMMAND tells more; plait --version prints the version.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 99 a threshold was missed, 130 interrupted."""
 
 
 def _version() -> str:

@@ -69,18 +69,15 @@ def _progress() -> Callable[[str, int, int], None]:
     """Return what prints progress: one line that overwrites itself on a terminal, else a line for every tenth."""
     shown: tuple[str, int] | None = None
     on_terminal = sys.stderr.isatty()
+    begin = "\r\x1b[K" if on_terminal else ""
 
     def report(name: str, written: int, total: int) -> None:
         nonlocal shown
-        state = (name, (100 if on_terminal else 10) * written // total)
-        if state == shown:
-            return
-        shown = state
-        line = f"{name}: {written / _MB:,.0f} of {total / _MB:,.0f} MB"
-        if on_terminal:
-            print(f"\r\x1b[K{line}", end="\n" if written == total else "", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        if (state := (name, (100 if on_terminal else 10) * written // total)) != shown:
+            shown = state
+            end = "" if on_terminal and written < total else "\n"
+            line = f"{begin}{name}: {written / _MB:,.0f} of {total / _MB:,.0f} MB"
+            print(line, end=end, file=sys.stderr, flush=True)
 
     return report
 
@@ -130,8 +127,7 @@ def fold_model(package: Package, *, out: Out) -> None:
     """Write a package with its updates folded in; many small updates make every worker start slower."""
     from plait.offline.refreshing import fold
 
-    manifest = fold(package, out)
-    print(f"version {manifest.version}", file=sys.stderr)
+    print(f"version {fold(package, out).version}", file=sys.stderr)
     print(out)
 
 
@@ -232,7 +228,7 @@ def merge_loras(
     """
     from plait.config import load_config
     from plait.errors import PlaitError
-    from plait.offline.images import OrderError, parse_lora
+    from plait.offline.images import parse_lora
     from plait.offline.merging import check_merge, merge
     from plait_serving.diffusion.sources.staging import require_new_folder
 
@@ -240,22 +236,14 @@ def merge_loras(
     if images is None:
         raise PlaitError("the configuration says images: null; there is nothing to merge into")
     require_new_folder(out)
-    try:
-        wanted = [(name, 1.0 if scale is None else scale) for name, scale in map(parse_lora, lora)]
-    except OrderError as error:
-        print(f"plait models merge: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    scales = dict(wanted)
-    if len(scales) < len(wanted):
+    scales = {name: 1.0 if scale is None else scale for name, scale in map(parse_lora, lora)}
+    if len(scales) < len(lora):
         raise typer.BadParameter("names a LoRA twice", param_hint="--lora")
     chosen = check_merge(images, base, scales)
     print("loading the model classes ...", file=sys.stderr, flush=True)
     for part in merge(images, chosen, scales, out):
-        print(
-            f"{part.component}: {part.changed} of {part.weights} weights changed, rounded to {part.dtype} "
-            f"(at most {part.tolerance:.1e} of each)",
-            file=sys.stderr,
-        )
+        rounded = f"rounded to {part.dtype} (at most {part.tolerance:.1e} of each)"
+        print(f"{part.component}: {part.changed} of {part.weights} weights changed, {rounded}", file=sys.stderr)
     print(f"serve it: images: {{model: {out.absolute()}}} in plait.yaml", file=sys.stderr)
     print(out)
 
@@ -271,25 +259,18 @@ app.command("fold")(fold_model)
 
 def _say(made: int, asked: int) -> None:
     """Print a progress line that overwrites itself; if stderr is not a terminal, print one for every 50th image."""
-    if sys.stderr.isatty():
-        print(f"\r{made}/{asked} images", end="", file=sys.stderr, flush=True)
-    elif made % 50 == 0:
-        print(f"{made}/{asked} images", file=sys.stderr, flush=True)
+    begin, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
+    if begin or made % 50 == 0:
+        print(f"{begin}{made}/{asked} images", end=end, file=sys.stderr, flush=True)
 
 
 def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
     """Return one line per figure: its value, its threshold, and whether it passes."""
-    rows = [
-        (
-            figure["name"],
-            f"{figure['value']:.3f}",
-            f"{figure['bound']} {figure['threshold']:g}",
-            str(figure["count"]),
-            "ok" if figure["passed"] else "MISSED",
-        )
-        for figure in figures
-    ]
-    return table([("figure", "value", "wanted", "images", ""), *rows])
+    rows = [("figure", "value", "wanted", "images", "")]
+    for it in figures:
+        wanted, verdict = f"{it['bound']} {it['threshold']:g}", "ok" if it["passed"] else "MISSED"
+        rows.append((it["name"], f"{it['value']:.3f}", wanted, str(it["count"]), verdict))
+    return table(rows)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -5,31 +5,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from plait.errors import write
 
-
-class RowFormat(StrEnum):
-    """The storage format of embedding table rows."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    INT8 = "int8"
-
-
-class CutterName(StrEnum):
-    """The algorithm that chooses the cut."""
-
-    MINCUT = "mincut"
-    PRISM = "prism"
-
-
+Cutter = Literal["mincut", "prism"]
 Bags = Annotated[
     list[str] | None, typer.Option("--bag", metavar="NAME=IDS", help="ids in a typical row of a bag; may be repeated")
 ]
@@ -48,9 +31,11 @@ def package_model(
         str | None, typer.Option(help="what requests call the model; the folder's name if left out")
     ] = None,
     version: Annotated[str, typer.Option(help="the model's version")] = "1",
-    row_format: Annotated[RowFormat, typer.Option(help="how rows of tables are stored")] = RowFormat.FLOAT32,
+    row_format: Annotated[
+        Literal["float32", "float16", "int8"], typer.Option(help="how rows of tables are stored")
+    ] = "float32",
     candidates: Annotated[int, typer.Option(min=1, max=10_000, help="the request that the cut is made for")] = 64,
-    cutter: Annotated[CutterName, typer.Option(help="the exact minimum, or Prism's colouring")] = CutterName.MINCUT,
+    cutter: Annotated[Cutter, typer.Option(help="the exact minimum, or Prism's colouring")] = "mincut",
     bag: Bags = None,
     tile: Annotated[bool, typer.Option("--tile/--no-tile", help="compute the user's side once per request")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print package.json")] = False,
@@ -67,12 +52,7 @@ def package_model(
     print(f"making {target} ...", file=sys.stderr, flush=True)
     made = make(target)
     options = PackageOptions(
-        version=version,
-        row_format=row_format.value,
-        cutter=cutter.value,
-        tile=tile,
-        candidates=candidates,
-        ids_per_bag=_bags(bag),
+        version=version, row_format=row_format, cutter=cutter, tile=tile, candidates=candidates, ids_per_bag=_bags(bag)
     )
     print("capturing and cutting ...", file=sys.stderr, flush=True)
     manifest = package(made, out, name=name or out.name, options=options)
@@ -104,7 +84,7 @@ def cut_model(
         str, typer.Argument(help="a packaged model's folder, or a configuration: rm1, rm2, criteo-kaggle, ...")
     ],
     *,
-    cutter: Annotated[CutterName | None, typer.Option(help="cut it again; as it was packaged if left out")] = None,
+    cutter: Annotated[Cutter | None, typer.Option(help="cut it again; as it was packaged if left out")] = None,
     candidates: Annotated[int, typer.Option(min=1, max=10_000, help="the request that the cut is made for")] = 64,
     bag: Bags = None,
     shards: Annotated[
@@ -114,28 +94,22 @@ def cut_model(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show where a model is cut: what runs on which side, which tensors cross, and bytes per request."""
-    from plait.offline.cutting import SHOWN, CutQuestion, dealt_tables, inspect_cut
+    from plait.offline.cutting import SHOWN, dealt_tables, inspect_cut
     from plait_disagg.graph.svg import cut_svg
 
-    question = CutQuestion(
-        model=model,
-        cutter=None if cutter is None else cutter.value,
-        candidates=candidates,
-        ids_per_bag=_bags(bag),
-    )
-    cut = inspect_cut(question)
+    title, report = inspect_cut(model, cutter=cutter, candidates=candidates, ids_per_bag=_bags(bag))
     if svg is not None:
-        write(svg, cut_svg(cut.report, title=cut.title, candidates=SHOWN))
+        write(svg, cut_svg(report, title=title, candidates=SHOWN))
         print(f"drawn into {svg}", file=sys.stderr)
     dealt = None if shards is None else dealt_tables(Path(model), shards)
     if as_json:
-        more = {} if dealt is None else {"shards": [asdict(shard) for shard in dealt]}
-        print(json.dumps({"title": cut.title, **cut.report.to_json(), **more}, indent=1))
+        more = {} if dealt is None else {"shards": dealt}
+        print(json.dumps({"title": title, **report.to_json(), **more}, indent=1))
         return
-    print(cut.title, cut.report.to_text(), sep="\n", end="")
+    print(title, report.to_text(), sep="\n", end="")
     for number, shard in enumerate(dealt or ()):
-        print(f"shard {number}: {shard.held_bytes:,} bytes, {shard.read_bytes:,.0f} read by a request", end="")
-        print(f": {', '.join(shard.pieces) or 'nothing'}")
+        print(f"shard {number}: {shard['held_bytes']:,} bytes, {shard['read_bytes']:,.0f} read by a request", end="")
+        print(f": {', '.join(shard['pieces']) or 'nothing'}")
 
 
 def _bags(texts: list[str] | None) -> dict[str, int]:

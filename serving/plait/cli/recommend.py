@@ -27,8 +27,9 @@ def recommend(
     from plait.cli.models import table
     from plait.errors import told
     from plait_disagg.package.manifest import PackageError, read_manifest
+    from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 
-    folder = folder or _starter()
+    folder = folder or STARTER_RANKING_FOLDER
     with told(PackageError):
         read_manifest(folder)  # before torch is loaded
     from plait.offline.ranking import recommend as ask
@@ -37,18 +38,11 @@ def recommend(
     if as_json:
         print(json.dumps(answer, indent=1))
         return
-    items = [(str(item.get("id", item.get("index"))), _score(item), item.get("name") or "") for item in answer["items"]]
-    print(table([("item", "score", "name"), *items]))
-
-
-def _starter() -> Path:
-    from plait_serving.ranking.config import STARTER_RANKING_FOLDER
-
-    return STARTER_RANKING_FOLDER
-
-
-def _score(item: dict[str, Any]) -> str:
-    return "nan" if item["score"] is None else f"{item['score']:.6g}"
+    rows = [("item", "score", "name")]
+    for it in answer["items"]:
+        score = "nan" if it["score"] is None else f"{it['score']:.6g}"
+        rows.append((str(it.get("id", it.get("index"))), score, it.get("name") or ""))
+    print(table(rows))
 
 
 def _candidates(text: str) -> Any:

@@ -23,23 +23,18 @@ class Person:
     """A person whom films are ranked for."""
 
     who: str
-    age: str
-    daypart: str
     likes: tuple[str, ...]
 
     def features(self) -> dict[str, Any]:
         """Return the model's inputs as ids. No film has been seen yet, so only the likes express the taste."""
-        return {
-            "age_band": AGE_BANDS.index(self.age),
-            "liked_genres": [GENRES.index(genre) for genre in self.likes],
-            "history": [],
-            "daypart": DAYPARTS.index(self.daypart),
-        }
+        likes = [GENRES.index(genre) for genre in self.likes]
+        age, daypart = AGE_BANDS.index("35-44"), DAYPARTS.index("evening")
+        return {"age_band": age, "liked_genres": likes, "history": [], "daypart": daypart}
 
 
 PEOPLE = (
-    Person(who="one who likes westerns and horror", age="35-44", daypart="evening", likes=("western", "horror")),
-    Person(who="one who likes music and romance", age="35-44", daypart="evening", likes=("music", "romance")),
+    Person(who="one who likes westerns and horror", likes=("western", "horror")),
+    Person(who="one who likes music and romance", likes=("music", "romance")),
 )
 
 

@@ -39,19 +39,14 @@ SECOND, ITS_LORA = "sketchbook", "sketch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One image of the demo. `control`: (ControlNet, file name of the earlier scene that guides it); `source`: file
-    name of the earlier scene that it starts from, by `strength`, or of which the upper share `anew` is made anew;
-    `model`: another than the starter."""
+    """One image of the demo. `more`: fields of the request, in which the image of an earlier scene is its name; `anew`:
+    the upper share of that image that is made anew."""
 
     name: str
     prompt: str
     seed: int = 1
-    loras: tuple[tuple[str, float], ...] = ()
-    control: tuple[str, str] | None = None
-    source: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
     anew: float | None = None
-    strength: float | None = None
-    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +59,31 @@ class DemoImage:
     timings: Mapping[str, float] = field(default_factory=dict)
 
 
+def _lora(name: str) -> dict[str, Any]:
+    return {"loras": [{"name": name, "scale": 1.0}]}
+
+
+def _control(name: str) -> dict[str, Any]:
+    return {"controlnets": [{"name": name, "image": "guide", "preprocess": True}]}
+
+
+_BY_SECOND = {"model": SECOND, "guidance_scale": STARTER_GUIDANCE}
+_FROM_GUIDE = {"image": "guide"}
 ALONE = (
     Scene(name="plain", prompt="red apple"),
     Scene(name="guide", prompt="sunflower", seed=2),
-    Scene(name="controlnet-edges", prompt="red apple", control=("edges", "guide")),
-    Scene(name="controlnet-colors", prompt="red apple", control=("colors", "guide")),
-    Scene(name="lora-noto", prompt="red apple", loras=(("noto", 1.0),)),
-    Scene(name="lora-sketch", prompt="red apple", loras=(("sketch", 1.0),)),
-    Scene(name="edit", prompt="rose", seed=2, source="guide", anew=0.72),
-    Scene(name="both", prompt="red apple", loras=(("noto", 1.0),), control=("edges", "guide")),
-    Scene(name="second-model", prompt="umbrella", model=SECOND),
-    Scene(name="second-model-edit", prompt="sunflower", seed=2, model=SECOND, source="guide", strength=0.3),
+    Scene(name="controlnet-edges", prompt="red apple", more=_control("edges")),
+    Scene(name="controlnet-colors", prompt="red apple", more=_control("colors")),
+    Scene(name="lora-noto", prompt="red apple", more=_lora("noto")),
+    Scene(name="lora-sketch", prompt="red apple", more=_lora("sketch")),
+    Scene(name="edit", prompt="rose", seed=2, more=_FROM_GUIDE, anew=0.72),
+    Scene(name="both", prompt="red apple", more=_lora("noto") | _control("edges")),
+    Scene(name="second-model", prompt="umbrella", more=_BY_SECOND),
+    Scene(name="second-model-edit", prompt="sunflower", seed=2, more={**_BY_SECOND, **_FROM_GUIDE, "strength": 0.3}),
 )
 TOGETHER = (
     Scene(name="together-1", prompt="pizza", seed=3),
-    Scene(name="together-2", prompt="crab", seed=4, loras=(("pixel", 1.0),)),
+    Scene(name="together-2", prompt="crab", seed=4, more=_lora("pixel")),
 )
 
 
@@ -120,34 +125,27 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
 def make_scenes(ask: PostBody, out: Path, *, say: Callable[[str], None]) -> list[DemoImage]:
     """Make the scenes one after the other, then the concurrent ones all at once."""
     images: list[DemoImage] = []
-    for scene in ALONE:
-        images.append(make(scene, ask, out))
-        say(describe(images[-1]))
-    started_s = time.monotonic()
-    with ThreadPoolExecutor(len(TOGETHER)) as threads:
-        both = list(threads.map(lambda scene: make(scene, ask, out), TOGETHER))
-    for demo_image in both:
-        say(describe(demo_image))
-    say(f"  the last {len(both)} were asked for at once and took {time.monotonic() - started_s:.2f} s together")
-    return images + both
+    for at_once in (*((scene,) for scene in ALONE), TOGETHER):
+        started_s = time.monotonic()
+        with ThreadPoolExecutor(len(at_once)) as threads:
+            made = list(threads.map(lambda scene: make(scene, ask, out), at_once))
+        seconds = time.monotonic() - started_s
+        for demo_image in made:
+            say(describe(demo_image))
+        images += made
+    say(f"  the last {len(TOGETHER)} were asked for at once and took {seconds:.2f} s together")
+    return images
 
 
 def make(scene: Scene, ask: PostBody, out: Path) -> DemoImage:
     """Request one scene and write its image."""
-    body: dict[str, Any] = {"prompt": scene.prompt, "seed": scene.seed}
-    if scene.loras:
-        body["loras"] = [{"name": name, "scale": scale} for name, scale in scene.loras]
-    if scene.control is not None:
-        name, guide = scene.control
-        body["controlnets"] = [{"name": name, "image": _encoded(out, guide), "preprocess": True}]
-    if scene.source is not None:
-        body["image"] = _encoded(out, scene.source)
-    if scene.source is not None and scene.anew is not None:
-        body["mask"] = _mask(out / f"{scene.source}.png", scene.anew)
-    if scene.strength is not None:
-        body["strength"] = scene.strength
-    if scene.model is not None:
-        body |= {"model": scene.model, "guidance_scale": STARTER_GUIDANCE}
+    body: dict[str, Any] = {"prompt": scene.prompt, "seed": scene.seed, **scene.more}
+    if "controlnets" in body:
+        body["controlnets"] = [{**net, "image": _encoded(out, net["image"])} for net in body["controlnets"]]
+    if scene.anew is not None:
+        body["mask"] = _mask(out / f"{body['image']}.png", scene.anew)
+    if "image" in body:
+        body["image"] = _encoded(out, body["image"])
     started_s = time.monotonic()
     answer = ask(body)
     seconds = time.monotonic() - started_s

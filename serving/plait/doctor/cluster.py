@@ -32,7 +32,10 @@ def check_cluster(address: str | None, port: int) -> list[CheckResult]:
     """Attach to a Ray, by default to that of `plait serve` on this port, or else to the one of this machine; ask every
     node and Serve; detach."""
     try:
-        nodes, status = _ask(address, port)
+        with attached(address, port) as ray:
+            from ray import serve
+
+            nodes, status = _nodes(ray), asdict(serve.status())
     except PlaitError as error:
         advice = "start it, or name it with --address; Ray's token belongs in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         return [finding("ray", False, str(error), advice)]
@@ -105,13 +108,6 @@ def placement_findings(nodes: list[NodeFacts], status: Mapping[str, Any]) -> Ite
         detail = "; ".join(wrong) or f"{app}: {len(placed)} models on classes {', '.join(sorted(classes))}"
         advice = f"start Ray there with --labels {LABEL}=CLASS, one of those that {app} was rendered with"
         yield warning("placement", not wrong, detail, advice)
-
-
-def _ask(address: str | None, port: int) -> tuple[list[NodeFacts], Mapping[str, Any]]:
-    with attached(address, port) as ray:
-        from ray import serve
-
-        return _nodes(ray), asdict(serve.status())
 
 
 def _nodes(ray: Any) -> list[NodeFacts]:

@@ -116,13 +116,9 @@ def _check_fully(base: BaseSource, key: str, images: ImagesSection | None) -> It
         return
     images = images or ImagesSection()
     settings = assemble.EngineSettings(
-        model=base.model,
-        config=base.config,
-        dtype=images.dtype,
-        device=images.device,
-        executor=images.executor,
+        model=base.model, config=base.config, dtype=images.dtype, device=images.device, executor=images.executor,
         safety_checker=images.safety_checker,
-    )
+    )  # fmt: skip
     try:
         assemble.check_model(settings)
     except ModelError as error:
@@ -290,9 +286,7 @@ def _told(folder: Path, left_out: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
-    if config.recommend is None or config.recommend.models is None:
-        return
-    for name, section in config.recommend.models.items():
+    for name, section in ({} if config.recommend is None else config.recommend.models or {}).items():
         if _broken_package(section.folder, name) is not None:
             continue  # `check_folders` says so
         yield (found := _package(section.folder, name))
@@ -312,26 +306,23 @@ def _broken_package(folder: Path, key: str) -> CheckResult | None:
 
 
 def _package(folder: Path, key: str) -> CheckResult:
-    """Compare the files of a package with the sums that it says, and open it."""
+    """Compare the files of a package with the sums that it says, and open it as a worker would."""
     if (broken := _broken_package(folder, key)) is not None:
         return broken
-    changed = [file for file, sum_ in read_manifest(folder).files.items() if not _is(folder / file, sum_)]
-    wrong = f"{', '.join(changed[:3])} missing or changed" if changed else _unopened(folder)
-    advice = "copy the folder again, or package the model again"
-    return finding("models", wrong is None, f"{key}: {wrong or f'{folder}, intact'}", advice)
-
-
-def _unopened(folder: Path) -> str | None:
-    """Return why a worker would not open a package; None: it would."""
+    files, wrong = read_manifest(folder).files, ""
+    changed = [file for file, sum_ in files.items() if not _is(folder / file, sum_)]
     try:
         from plait_disagg.package.read import open_package
 
-        open_package(folder, ahead=False)
+        if not changed:
+            open_package(folder, ahead=False)
     except PackageError as error:
-        return str(error)
+        wrong = str(error)
     except ImportError:  # another check says so
         pass
-    return None
+    wrong = f"{', '.join(changed[:3])} missing or changed" if changed else wrong
+    advice = "copy the folder again, or package the model again"
+    return finding("models", not wrong, f"{key}: {wrong or f'{folder}, intact'}", advice)
 
 
 def _is(path: Path, sha256: str) -> bool:

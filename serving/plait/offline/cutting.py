@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from plait.errors import PlaitError, told
 from plait_disagg.graph.capture import capture
@@ -14,7 +14,8 @@ from plait_disagg.graph.inputs import check_bags
 from plait_disagg.graph.program import Program
 from plait_disagg.graph.report import CANDIDATES, CutReport, cut_report
 from plait_disagg.graph.small_tables import placed
-from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
+from plait_disagg.models.configs import CONFIGS, build
+from plait_disagg.models.configs import ids_per_bag as ids_per_bag_of
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable, offered
 from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package, open_package
@@ -30,70 +31,48 @@ SHOWN = 64
 _ROWS_SCALE = 1e-4
 _DEFAULT_CUTTER = "mincut"
 
-
-@dataclass(frozen=True, kw_only=True)
-class CutQuestion:
-    """What to cut, and how. `cutter` None: the packaged cut (mincut for a configuration). `ids_per_bag`: ids in a
-    typical row of each bag; 1 for bags that are not named."""
-
-    model: str
-    cutter: str | None = None
-    candidates: int = 64
-    ids_per_bag: Mapping[str, int] = field(default_factory=dict)
+_Cut: TypeAlias = tuple[str, Program, frozenset[str]]
+"""A title, the program, and the nodes of its side with the tables."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """A cut and its name."""
-
-    title: str
-    report: CutReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DealtShard:
-    """What one shard of a package's tables would hold, and about how much of it a request would read."""
-
-    held_bytes: int
-    read_bytes: float
-    pieces: tuple[str, ...]
-
-
-def dealt_tables(folder: Path, shards: int) -> list[DealtShard]:
-    """Return how so many shards would hold the tables of a packaged model's folder. Raises `PlaitError`."""
+def dealt_tables(folder: Path, shards: int) -> list[dict[str, Any]]:
+    """Return, for each of so many shards of the tables of a packaged model's folder, the bytes that it would hold,
+    about how many of them a request would read, and the pieces. Raises `PlaitError`."""
     if not folder.is_dir():
         raise PlaitError(f"{folder} is no folder of a packaged model, and only a package's tables are dealt to shards")
     with told(PackageError):
         plan = plan_of(open_package(folder, ahead=False), Sharding(shards=shards))
-    return [
-        DealtShard(
-            held_bytes=plan.held_bytes[number],
-            read_bytes=plan.read_bytes[number],
-            pieces=tuple(piece.name for piece in plan.of_shard(number)),
-        )
-        for number in range(plan.shards)
-    ]
+    pieces = ([piece.name for piece in plan.of_shard(number)] for number in range(plan.shards))
+    dealt = zip(plan.held_bytes, plan.read_bytes, pieces, strict=True)
+    return [{"held_bytes": held, "read_bytes": read, "pieces": names} for held, read, names in dealt]
 
 
-def inspect_cut(question: CutQuestion) -> Cut:
-    """Return the cut of a packaged model's folder, or of a named configuration (`plait_disagg.models.configs`).
+def inspect_cut(
+    model: str, *, cutter: str | None, candidates: int, ids_per_bag: Mapping[str, int]
+) -> tuple[str, CutReport]:
+    """Return the cut of a packaged model's folder, or of a named configuration (`plait_disagg.models.configs`), with
+    its title. `cutter` None: the packaged cut (mincut for a configuration). `ids_per_bag`: ids in a typical row of each
+    bag; 1 for bags that are not named.
 
     Raises `PlaitError`.
     """
-    folder = Path(question.model)
+    folder = Path(model)
     with told(GraphError, PackageError, ValueError):
         if folder.is_dir():
-            return _of_package(open_package(folder), question)
-        if question.model in CONFIGS:
-            return _of_configuration(question)
-    known = ", ".join(CONFIGS)
-    raise PlaitError(f"{question.model} is neither the folder of a packaged model nor one of: {known}")
+            name, program, nodes = _of_package(open_package(folder), cutter, candidates, ids_per_bag)
+        elif model in CONFIGS:
+            ids_per_bag = {**ids_per_bag_of(model), **ids_per_bag}
+            name, program, nodes = _of_configuration(model, cutter, candidates, ids_per_bag)
+        else:
+            raise PlaitError(f"{model} is neither the folder of a packaged model nor one of: {', '.join(CONFIGS)}")
+        sizes = tuple(sorted({*CANDIDATES, SHOWN, candidates}))
+        return name, cut_report(program, nodes, ids_per_bag=ids_per_bag, candidates=sizes)
 
 
-def _of_package(package: Package, question: CutQuestion) -> Cut:
+def _of_package(package: Package, cutter: str | None, candidates: int, ids_per_bag: Mapping[str, int]) -> _Cut:
     manifest = package.manifest
-    check_bags(manifest.inputs, question.ids_per_bag)
-    cutter = question.cutter or manifest.cut.cutter
+    check_bags(manifest.inputs, ids_per_bag)
+    title = f"{manifest.name}, cut by {cutter or manifest.cut.cutter}"
     ready = cuttable(
         package.whole,
         {port.name: package.constants[port.name] for port in package.whole.constants},  # as they were captured
@@ -102,43 +81,30 @@ def _of_package(package: Package, question: CutQuestion) -> Cut:
         exact=not manifest.cut.tiled,
         may_move={table.name: table.rows for table in package.stored.tables if table.out_of_range == "error"},
     )
-    if question.cutter is None:
-        program = offered(ready, candidates=manifest.cut.candidates, ids_per_bag=question.ids_per_bag)
-        names = {node.name for node in program.nodes}
-        nodes = frozenset(node.name for node in package.cn.nodes if node.name in names)
-        program = placed(program, nodes)
-    else:
-        program, nodes = _cut(ready, FusedTables(package.tables), question, question.ids_per_bag)
-    report = _report(program, nodes, question, question.ids_per_bag)
-    return Cut(title=f"{manifest.name}, cut by {cutter}", report=report)
+    if cutter is not None:
+        return title, *_cut(ready, FusedTables(package.tables), cutter, candidates, ids_per_bag)
+    program = offered(ready, candidates=manifest.cut.candidates, ids_per_bag=ids_per_bag)
+    names = {node.name for node in program.nodes}
+    nodes = frozenset(node.name for node in package.cn.nodes if node.name in names)
+    return title, placed(program, nodes), nodes
 
 
-def _of_configuration(question: CutQuestion) -> Cut:
-    module, inputs = build(question.model, rows_scale=_ROWS_SCALE)
-    check_bags(inputs, question.ids_per_bag)
+def _of_configuration(model: str, cutter: str | None, candidates: int, ids_per_bag: Mapping[str, int]) -> _Cut:
+    module, inputs = build(model, rows_scale=_ROWS_SCALE)
+    check_bags(inputs, ids_per_bag)
     captured = capture(module, inputs)
-    per_bag = {**ids_per_bag(question.model), **question.ids_per_bag}
     rows = {name: int(weight.shape[0]) for name, weight in captured.tables.items()}
     ready = cuttable(captured.program, captured.constants, inputs, table_rows=rows, exact=False)
-    program, nodes = _cut(ready, SeparateTables(captured.tables), question, per_bag)
-    title = f"{question.model}, cut by {question.cutter or _DEFAULT_CUTTER}"
-    return Cut(title=title, report=_report(program, nodes, question, per_bag))
+    cutter = cutter or _DEFAULT_CUTTER
+    tables = SeparateTables(captured.tables)
+    return f"{model}, cut by {cutter}", *_cut(ready, tables, cutter, candidates, ids_per_bag)
 
 
 def _cut(
-    ready: Cuttable, tables: Tables, question: CutQuestion, per_bag: Mapping[str, int]
+    ready: Cuttable, tables: Tables, cutter: str, candidates: int, ids_per_bag: Mapping[str, int]
 ) -> tuple[Program, frozenset[str]]:
     """Compute the cut, with times measured on this machine, and return it with the program."""
-    problem = cut_problem(ready, tables, candidates=question.candidates, ids_per_bag=per_bag)
-    nodes = CUTTERS[question.cutter or _DEFAULT_CUTTER].cut(problem)
+    problem = cut_problem(ready, tables, candidates=candidates, ids_per_bag=ids_per_bag)
+    nodes = CUTTERS[cutter].cut(problem)
     program = placed(problem.program, nodes)
     return program, nodes & {node.name for node in program.nodes}
-
-
-def _report(program: Program, nodes: frozenset[str], question: CutQuestion, per_bag: Mapping[str, int]) -> CutReport:
-    return cut_report(program, nodes, ids_per_bag=per_bag, candidates=_sizes(question))
-
-
-def _sizes(question: CutQuestion) -> tuple[int, ...]:
-    """Return the sizes that every report shows, plus the requested one."""
-    return tuple(sorted({*CANDIDATES, SHOWN, question.candidates}))

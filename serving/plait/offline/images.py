@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from os.path import expanduser
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from plait.errors import OrderError
 from plait.offline.inventory import lora_names, more_models
 from plait_serving.diffusion.admission import ImageLimits, check_size
 from plait_serving.diffusion.errors import EngineStopped, RequestError
@@ -66,40 +66,6 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
         hosted.stop(drain_s=0.0)
 
 
-class OrderError(ValueError):
-    """The order cannot be carried out as given; the message names the option."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageOrder:
-    """What to make and where to put it."""
-
-    body: GenerationBody
-    output: Path
-    output_format: OutputFormat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFiles:
-    """The files, in order of their seeds, and what the engine reported."""
-
-    files: tuple[Path, ...]
-    request: ImageRequest
-    result: ImageResult
-    model: str
-
-    def as_json(self) -> str:
-        """Return one JSON object for programs."""
-        timings = {key.removesuffix("_s"): round(seconds, 6) for key, seconds in asdict(self.result.timings).items()}
-        images = [
-            {"file": str(path), "seed": seed, "flagged": flagged}
-            for path, seed, flagged in zip(self.files, self.result.seeds, self.result.flagged, strict=True)
-        ]
-        size = f"{self.request.width}x{self.request.height}"
-        facts = {"model": self.model, "size": size, "num_inference_steps": self.request.steps, "timings": timings}
-        return json.dumps({"pictures": images, **facts}, indent=1)
-
-
 def parse_order(
     fields: Mapping[str, Any],
     edits: Mapping[str, Any] | None = None,
@@ -108,9 +74,9 @@ def parse_order(
     loras: Sequence[str] = (),
     controlnets: Sequence[str] = (),
     preprocess: bool = False,
-) -> ImageOrder:
-    """Check everything that can be checked before a model is loaded. Reads the control images, and the files of
-    `edits`: the `image` to start from and a `mask`, beside a `strength`. Raises `OrderError`."""
+) -> GenerationBody:
+    """Return what to make, once everything is checked that can be before a model is loaded. Reads the control images,
+    and the files of `edits`: the `image` to start from and a `mask`, beside a `strength`. Raises `OrderError`."""
     output_format = SUFFIXES.get(output.suffix.lower())
     if output_format is None:
         raise OrderError(f"--output: {output.name} must end in {', '.join(SUFFIXES)}")
@@ -129,19 +95,18 @@ def parse_order(
         checked = (EditBody if changed else GenerationBody).model_validate({**body, **changed})
     except ValidationError as error:
         first = error.errors()[0]
-        raise OrderError(
-            f"{option_of('.'.join(map(str, first['loc'])))}: {plain(first['msg'])}{choice_hint(first)}"
-        ) from error
+        option = option_of(".".join(map(str, first["loc"])))
+        raise OrderError(f"{option}: {plain(first['msg'])}{choice_hint(first)}") from error
     max_steps = ImageLimits().max_steps
     if (checked.num_inference_steps or 1) > max_steps:
         raise OrderError(f"--steps: at most {max_steps} steps")
-    return ImageOrder(body=checked, output=output, output_format=output_format)
+    return checked
 
 
-def check_order(order: ImageOrder, images: ImagesSection) -> None:
+def check_order(body: GenerationBody, images: ImagesSection) -> None:
     """Check what the configuration alone tells: names and the size. Raises `OrderError`."""
     models = (*images.base_models, *images.aliases, *more_models(images))
-    body, one = order.body, order.body.model
+    one = body.model
     named: list[tuple[str, str, Sequence[str], Iterable[str]]] = [
         ("LoRA", "--lora", [it.name for it in body.loras or ()], lora_names(images)),
         ("ControlNet", "--controlnet", [it.name for it in body.controlnets or ()], images.resolved_controlnets()),
@@ -220,28 +185,48 @@ def _number(text: str, option: str, whole: str) -> float:
     return value
 
 
-async def make_images(
-    order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say
-) -> WrittenFiles:
-    """Run the order and write its files. Raises `RequestError` and other errors of the engine, and OSError.
+def run_order(
+    body: GenerationBody, output: Path, service: ImageService, *, preprocessors: Preprocessors, say: Say
+) -> dict[str, Any]:
+    """Make the images and write their files, `output` or numbered beside it; return what was made, as plain data.
+    Raises `OrderError` if the request is at fault, and other errors of the engine.
 
-    If the task is cancelled (Ctrl-C), the work ends at the next step and no file is written.
+    Ctrl-C ends the work at the next step, and no file is written.
     """
-    catalog = await service.catalog()
+    try:
+        return asyncio.run(_made(body, output, service, preprocessors, say))
+    except RequestError as error:
+        raise OrderError(f"{option_of(error.param)}: {error.message}") from error
+    except OSError as error:
+        raise OrderError(f"--output: {error.filename or output}: {error.strerror}") from error
+
+
+async def _made(
+    body: GenerationBody, output: Path, service: ImageService, preprocessors: Preprocessors, say: Say
+) -> dict[str, Any]:
     request = resolve(
-        order.body,
-        catalog,
+        body,
+        await service.catalog(),
         request_id=f"cli_{secrets.token_hex(4)}",
         random_seed=random_seed(),
         preprocessors=preprocessors,
         decode_limits=DecodeLimits(),
     )
     result = await finished(service, request, say)
-    files = tuple(_file(order.output, i, len(result.images)) for i in range(len(result.images)))
-    for index, (path, image) in enumerate(zip(files, result.images, strict=True)):
+    pictures: list[dict[str, Any]] = []
+    for index, image in enumerate(result.images):
+        alone = len(result.images) == 1
+        path = output if alone else output.with_name(f"{output.stem}-{index + 1}{output.suffix}")
         text = infotext(request, model=request.model, index=index)
-        path.write_bytes(encode_image(image, order.output_format, parameters=text))
-    return WrittenFiles(files=files, request=request, result=result, model=request.model)
+        path.write_bytes(encode_image(image, SUFFIXES[output.suffix.lower()], parameters=text))
+        pictures.append({"file": str(path), "seed": result.seeds[index], "flagged": result.flagged[index]})
+    return {
+        "pictures": pictures,
+        "model": request.model,
+        "size": f"{request.width}x{request.height}",
+        "num_inference_steps": request.steps,
+        "timings": {key.removesuffix("_s"): round(seconds, 6) for key, seconds in asdict(result.timings).items()},
+    }
 
 
 async def finished(service: ImageService, request: ImageRequest, say: Say = lambda *_: None) -> ImageResult:
@@ -258,17 +243,3 @@ async def finished(service: ImageService, request: ImageRequest, say: Say = lamb
     finally:
         await events.aclose()
     raise EngineStopped("the engine ended without a result")
-
-
-def _file(output: Path, index: int, count: int) -> Path:
-    return output if count == 1 else output.with_name(f"{output.stem}-{index + 1}{output.suffix}")
-
-
-def run_order(order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> WrittenFiles:
-    """Run `make_images` for commands. Raises `OrderError` if the request is at fault."""
-    try:
-        return asyncio.run(make_images(order, service, preprocessors=preprocessors, say=say))
-    except RequestError as error:
-        raise OrderError(f"{option_of(error.param)}: {error.message}") from error
-    except OSError as error:
-        raise OrderError(f"--output: {error.filename or order.output}: {error.strerror}") from error

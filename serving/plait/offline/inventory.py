@@ -20,7 +20,7 @@ from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelEntry:
     """One model. `folder` is a file (or the URL of one in a store) for a LoRA, and `owner/name@commit` for a hub id."""
 
@@ -39,7 +39,7 @@ def inventory(
     Raises `ModelError` for a broken folder that the configuration names.
     """
     ranking = [
-        ModelEntry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
+        ModelEntry(name, "recommender", "graph", str(section.folder), _package(section))
         for name, section in sorted((ranking_models or {}).items())
     ]
     return [*([] if images is None else _of_images(images)), *ranking]
@@ -54,13 +54,7 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
     bases = [_base(name, base) for name, base in images.base_models.items()]
     bases += [_found(name, folder) for name, folder in more_models(images).items()]
     controlnets = [
-        ModelEntry(
-            name=name,
-            kind="controlnet",
-            family=kind_of_controlnet(section.folder),
-            folder=str(section.folder),
-            format="diffusers",
-        )
+        ModelEntry(name, "controlnet", kind_of_controlnet(section.folder), str(section.folder), "diffusers")
         for name, section in sorted(images.resolved_controlnets().items())
     ]
     families = {base.family for base in bases}
@@ -85,16 +79,12 @@ def more_models(images: ImagesSection) -> dict[str, Path]:
 
 
 def _base(name: str, base: BaseSource) -> ModelEntry:
-    if base.is_hub_id:
-        where = f"{base.model}@{base.revision}"
-        return ModelEntry(name=name, kind="base", family="unknown", folder=where, format="diffusers")
-    if base.is_file:
-        return ModelEntry(
-            name=name, kind="base", family=_kind_of_file(Path(base.folder)), folder=base.folder, format="single file"
-        )
     folder = Path(base.folder)
-    family = family_row(folder).kind(folder)
-    return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
+    if base.is_hub_id:
+        return ModelEntry(name, "base", "unknown", f"{base.model}@{base.revision}", "diffusers")
+    if base.is_file:
+        return ModelEntry(name, "base", _kind_of_file(folder), base.folder, "single file")
+    return ModelEntry(name, "base", family_row(folder).kind(folder), base.folder, "diffusers")
 
 
 def _found(name: str, folder: Path) -> ModelEntry:
@@ -102,22 +92,17 @@ def _found(name: str, folder: Path) -> ModelEntry:
     try:
         return _base(name, BaseSource(model=str(folder)))
     except ModelError:
-        return ModelEntry(name=name, kind="base", family="unknown", folder=str(folder), format="unreadable")
+        return ModelEntry(name, "base", "unknown", str(folder), "unreadable")
 
 
 def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
-    store = images.loras.store
-    if store is not None:
-        root = store.url.rstrip("/")
-        return [
-            ModelEntry(name=name, kind="lora", family=family, folder=f"{root}/{entry.path}", format="unknown")
-            for name, entry in sorted(store.entries.items())
-        ]
+    if (store := images.loras.store) is not None:
+        root, entries = store.url.rstrip("/"), sorted(store.entries.items())
+        return [ModelEntry(name, "lora", family, f"{root}/{entry.path}", "unknown") for name, entry in entries]
     folder = images.resolved_lora_folder()
     files = {} if folder is None else FolderSource(folder).files()
     return [
-        ModelEntry(name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(tensors_of(path)))
-        for name, path in files.items()
+        ModelEntry(name, "lora", family, str(path), format_of_keys(tensors_of(path))) for name, path in files.items()
     ]
 
 

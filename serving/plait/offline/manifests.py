@@ -105,8 +105,6 @@ def _shapes(config: PlaitConfig) -> dict[str, Any]:
         if images.knobs.controlnet_placement is Placement.LOCAL:  # this knob also decides which deployments there are
             shapes["images"]["knobs"] = {"controlnet_placement": Placement.LOCAL.value}
     if recommend is not None:
-        parts = {part: {"knobs"} for part in ("cn", "hn", "whole")}
-        shapes["recommend"] = recommend.model_dump(
-            mode="json", exclude_defaults=True, exclude={"models": {"__all__": parts}}
-        )
+        own = {"models": {"__all__": {part: {"knobs"} for part in ("cn", "hn", "whole")}}}
+        shapes["recommend"] = recommend.model_dump(mode="json", exclude_defaults=True, exclude=own)
     return shapes

@@ -18,7 +18,7 @@ from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE
+from plait_deploy.placement.values import WHOLE, ClusterNode
 from plait_loadtest import strict_yaml
 
 COMPARED = ("ray-pack", "ray-spread")
@@ -41,14 +41,11 @@ def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str
     makes the cluster, for each policy anew: `described` or `running`. Raises `PlaitError`."""
     with told(PlacementError):
         demands = [row.demand(per_node=per_node) for row in deployments(fitted(config, nodes()))]
-        found = _planned(demands, nodes(), policy)
+        state = nodes()
+        found = _planned(demands, state, policy)
         others = {name: _planned(demands, nodes(), name) for name in COMPARED if name != policy}
-    return Placed(
-        policy=policy,
-        state=found[0],
-        plan=found[1],
-        others={name: (it.after, len(it.unplaced)) for name, (_, it) in others.items()},
-    )
+    uses = {name: (it.after, len(it.unplaced)) for name, it in others.items()}
+    return Placed(policy=policy, state=state, plan=found, others=uses)
 
 
 def fitted(config: PlaitConfig, cluster: ClusterState) -> PlaitConfig:
@@ -74,8 +71,8 @@ def running(address: str) -> Callable[[], ClusterState]:
     return lambda: ClusterState(found.nodes)
 
 
-def _planned(demands: Sequence[Demand], state: ClusterState, policy: str) -> tuple[ClusterState, PlacementPlan]:
-    return state, plan(state, demands, make_policy(policy, demand_classes(demands)))
+def _planned(demands: Sequence[Demand], state: ClusterState, policy: str) -> PlacementPlan:
+    return plan(state, demands, make_policy(policy, demand_classes(demands)))
 
 
 def _read(cluster: Path) -> tuple[ClusterState, tuple[str, ...]]:
@@ -92,7 +89,7 @@ def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
     """Return the classes of nodes in a cluster's file: its groups. Raises `PlaitError` if the file cannot be read,
     `PlacementError` if it makes no sense or the replicas do not fit."""
     state, groups = _read(cluster)
-    found = plan(state, demands, make_policy(OURS, demand_classes(demands)))
+    found = _planned(demands, state, OURS)
     if found.unplaced:
         first = found.unplaced[0].demand
         raise NoRoomError(
@@ -104,33 +101,27 @@ def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
 
 def rows_of(placed: Placed) -> list[tuple[str, ...]]:
     """Return the table of a plan: one line for each deployment and node, the heading first."""
-    counted: dict[tuple[str, str, str], list[str]] = {}
-    nodes = placed.state.nodes
+    devices: dict[tuple[Demand, ClusterNode | None], list[str]] = {}
     for each in placed.plan.assigned:
-        task = each.demand.task
-        needs = f"{task.cpu_milli / WHOLE:g}", f"{task.total_milli / WHOLE:g}"
-        node = "no room" if each.at is None else nodes[each.at.node].name
-        model = "" if each.at is None else nodes[each.at.node].gpu_model
-        devices = [] if each.at is None else [str(device) for device in each.at.devices]
-        found = counted.setdefault((each.demand.name, node, model), [*needs, "0", ""])
-        found[2] = str(int(found[2]) + 1)
-        found[3] = " ".join(filter(None, [found[3], "+".join(devices)]))
-    heading: tuple[str, ...] = ("deployment", "node", "GPU model", "replicas", "CPUs each", "GPUs each", "devices")
-    return [heading, *((*key, count, cpus, gpus, devices) for key, (cpus, gpus, count, devices) in counted.items())]
+        node = None if each.at is None else placed.state.nodes[each.at.node]
+        taken = () if each.at is None else each.at.devices
+        devices.setdefault((each.demand, node), []).append("+".join(map(str, taken)))
+    rows = [("deployment", "node", "GPU model", "replicas", "CPUs each", "GPUs each", "devices")]
+    for (demand, node), of in devices.items():
+        where = ("no room", "") if node is None else (node.name, node.gpu_model)
+        needs = f"{demand.task.cpu_milli / WHOLE:g}", f"{demand.task.total_milli / WHOLE:g}"
+        rows.append((demand.name, *where, str(len(of)), *needs, " ".join(filter(None, of))))
+    return [*rows]
 
 
 def uses_of(placed: Placed) -> list[tuple[str, ...]]:
     """Return the table of the cluster's GPUs before and after, and after Ray's own ways; the heading first."""
-    rows: list[tuple[str, ...]] = [("GPUs", "in use", "idle", "stranded", "replicas without a place")]
-    ends: Sequence[tuple[str, Use, int]] = [
-        ("before", placed.plan.before, 0),
-        (f"after, {placed.policy}", placed.plan.after, len(placed.plan.unplaced)),
-        *((f"after, {name}", use, missing) for name, (use, missing) in placed.others.items()),
-    ]
+    made, rows = placed.plan, [("GPUs", "in use", "idle", "stranded", "replicas without a place")]
+    ends = [("before", made.before, ""), (f"after, {placed.policy}", made.after, str(len(made.unplaced)))]
+    ends += [(f"after, {name}", use, str(missing)) for name, (use, missing) in placed.others.items()]
     for label, use, missing in ends:
-        figures = f"{use.gpus - use.idle:.2f}", f"{use.idle:.2f}", f"{use.stranded:.2f}"
-        rows.append((label, *figures, str(missing) if label != "before" else ""))
-    return rows
+        rows.append((label, f"{use.gpus - use.idle:.2f}", f"{use.idle:.2f}", f"{use.stranded:.2f}", missing))
+    return [*rows]
 
 
 def document_of(placed: Placed) -> dict[str, Any]:

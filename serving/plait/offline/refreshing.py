@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from torch import nn
 
@@ -40,33 +38,24 @@ def fold(package: Path, out: Path) -> Manifest:
 def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None) -> str:
     """Publish an update on a running server, whose machine must see the folder under the same path; return the version
     that is then served. Raises `PlaitError` with the server's own message."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:  # a port that is none
-        raise PlaitError(f"{url!r} is not http://HOST:PORT: {error}") from error
-    if parts.scheme not in ("http", "https") or not host:
-        raise PlaitError(f"{url!r} is not http://HOST:PORT")
+    import httpx2
+
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise PlaitError("--api-key (PLAIT_API_KEY) has a character that no header may have, as the end of a line")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
-    body = json.dumps({"parameters": {"update": str(folder.absolute())}})
-    connection = kind(host, port, timeout=_TIMEOUT_S)
-    path = f"{parts.path.rstrip('/')}/v2/repository/models/{quote(model, safe='')}/load"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    body = {"parameters": {"update": str(folder.absolute())}}
+    at = f"{url.rstrip('/')}/v2/repository/models/{quote(model, safe='')}/load"
     try:
-        connection.request("POST", path, body, headers)
-        answer = connection.getresponse()
-        text = answer.read()
-    except (OSError, http.client.HTTPException) as error:
+        answer = httpx2.post(at, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+        raise PlaitError(f"{url!r} is not http://HOST:PORT: {error}") from error
+    except httpx2.HTTPError as error:
         raise PlaitError(f"{url}: {error}") from error
-    finally:
-        connection.close()
     data: Any = None
     with suppress(ValueError):  # what stands before the server may answer with a page
-        data = json.loads(text)
+        data = answer.json()
     said = data if isinstance(data, dict) else {}
-    if answer.status == 200 and "version" in said:
+    if answer.status_code == 200 and "version" in said:
         return str(said["version"])
     why = said.get("error")
-    raise PlaitError(why if isinstance(why, str) else f"{url} answered {answer.status}")
+    raise PlaitError(why if isinstance(why, str) else f"{url} answered {answer.status_code}")

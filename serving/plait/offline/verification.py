@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,13 @@ def measure(
     """Run `starter.verify` with images from `service`. Raises `EngineError` if an image cannot be made."""
     with asyncio.Runner() as runner:
         catalog = runner.run(service.catalog())
-        made = ordered = 0
-
-        def tell() -> None:
-            nonlocal made
-            made += 1
-            say(made, ordered)
+        made = count()
+        ordered = 0
 
         def generate(orders: Sequence[VerificationImage]) -> list[RgbImage]:
             nonlocal ordered
             ordered += len(orders)
-            return runner.run(_make_all(service, catalog, orders, tell))
+            return runner.run(_make_all(service, catalog, orders, lambda: say(next(made) + 1, ordered)))
 
         return verify(generate, load_references(folder), parts=parts, limit=limit)
 
@@ -98,9 +95,7 @@ async def _make_all(
 def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:
     """Return a request for one image at the server's defaults, except for what `order` specifies."""
     model = catalog.model
-    controls: tuple[ControlRef, ...] = ()
-    if order.controlnet is not None and order.control_image is not None:
-        controls = (ControlRef(name=order.controlnet, image=order.control_image),)
+    net, image = order.controlnet, order.control_image
     return ImageRequest(
         request_id=request_id,
         prompt=order.prompt,
@@ -111,5 +106,5 @@ def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> I
         seed=order.seed,
         scheduler=model.default_scheduler,
         loras=() if order.lora is None else (LoraRef(name=order.lora, scale=order.lora_scale),),
-        controlnets=controls,
+        controlnets=() if net is None or image is None else (ControlRef(name=net, image=image),),
     )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ _NO_ROOM = "to be scheduled"
 """What Serve says of a deployment whose replica Ray has not placed for half a minute (`SLOW_STARTUP_WARNING_S` in
 ray/serve/_private/deployment_state.py, Ray 2.60)."""
 
+_ERROR = re.compile(r"(?P<ours>plait)?[\w.]*(Error|Exception): *(?P<told>.+)")
+
 _ANSWER_S = 5.0
 """Time for a replica that is ready to answer a question."""
 
@@ -74,13 +76,10 @@ class Cluster:
     def __init__(
         self, *, local: bool, started_serve: bool, host: str, port: int, reached_at: str | None = None
     ) -> None:
-        self.local = local
-        self.host = host
-        self.url = _url(reached_at or host, port)
+        self.local, self.host, self.url = local, host, _url(reached_at or host, port)
         self._started_serve = started_serve
         self._app_name: str | None = None
-        self._bind: Callable[..., Any] | None = None
-        self._route_prefix = "/"
+        self._hand_over: Callable[[], None] = lambda: None
         self._may_surge = False
 
     @classmethod
@@ -189,18 +188,15 @@ class Cluster:
         """
         with importing():
             from plait.app import bind
-
-        self._app_name, self._may_surge, self._route_prefix = name, not in_place, route_prefix
-        self._bind = partial(bind, rows, salt=salt)
-        self._hand_over()
-
-    def _hand_over(self) -> None:
         from ray import serve
 
-        assert self._bind is not None, "deploy comes first"
-        target = self._bind(surges=self._may_surge)
-        run = serve.RunTarget(target=target, name=self._app_name, route_prefix=self._route_prefix)
-        serve.run_many([run], wait_for_applications_running=False)
+        def hand_over() -> None:
+            target = bind(rows, salt=salt, surges=self._may_surge)
+            run = serve.RunTarget(target=target, name=name, route_prefix=route_prefix)
+            serve.run_many([run], wait_for_applications_running=False)
+
+        self._app_name, self._may_surge, self._hand_over = name, not in_place, hand_over
+        hand_over()
 
     def delete(self, name: str | None = None) -> None:
         """Delete the application (or another, by name), and wait until it is gone."""
@@ -360,19 +356,8 @@ def _url(host: str, port: int) -> str:
 
 
 def _reason(message: str) -> str:
-    """Return the relevant line of Serve's message: the last error of the traceback."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    errors = list(_error_lines(lines))
-    return (errors[-1] if errors else lines[0] if lines else "no reason was given")[:500]
-
-
-def _error_lines(lines: list[str]) -> Iterator[str]:
-    for line in lines:
-        head, colon, rest = line.partition(":")
-        if (
-            colon
-            and rest
-            and head.replace(".", "").replace("_", "").isalnum()
-            and head.endswith(("Error", "Exception"))
-        ):
-            yield rest.strip() if head.startswith("plait") else line
+    """Return the relevant line of Serve's message: the last error of the traceback, without the name of one of ours."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason was given"]
+    errors = [found for line in lines if (found := _ERROR.fullmatch(line))]
+    found = errors[-1] if errors else None
+    return (lines[0] if found is None else found["told"] if found["ours"] else found[0])[:500]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,23 +71,29 @@ def patient_start(limit_s: float) -> Iterator[None]:
         ports = (free_port("127.0.0.1") for _ in _AGENT_PORTS)
         named |= {name: named.get(name) or port for name, port in zip(_AGENT_PORTS, ports, strict=True)}
         stated = f"--{_UNTOLD}={named[_UNTOLD]}"
-        services.start_ray_process = lambda command, *more, **options: run([*command, stated], *more, **options)
-        try:
-            return start(*arguments, **named)
-        finally:
-            services.start_ray_process = run
 
-    node = head_node()
-    left_out = {name: getattr(node, name) for name in _LEFT_OUT}
-    services.get_node, services.start_raylet = get_node, start_raylet
-    for name in left_out:
-        setattr(node, name, lambda _: None)
+        def start_ray_process(command: Sequence[str], *more: Any, **options: Any) -> Any:
+            return run([*command, stated], *more, **options)
+
+        with _replaced(services, start_ray_process=start_ray_process):
+            return start(*arguments, **named)
+
+    left_out = dict.fromkeys(_LEFT_OUT, lambda _: None)
+    with _replaced(services, get_node=get_node, start_raylet=start_raylet), _replaced(head_node(), **left_out):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **by: Any) -> Iterator[None]:
+    """Have other attributes for the duration of the block."""
+    before = {name: getattr(owner, name) for name in by}
+    for name, value in by.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        services.get_node, services.start_raylet = ask, start
-        for name, method in left_out.items():
-            setattr(node, name, method)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def prepare_environment(token_path: Path) -> None:

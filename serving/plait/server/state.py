@@ -14,12 +14,13 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from plait.errors import StateError
-from plait.server.processes import ProcessId
+from plait.server.processes import ProcessId, boot_id, me
 
 # Ray puts unix sockets under its temporary folder: 107 characters at most, of which it uses 65 itself.
 _LONGEST_TEMP_FOLDER = 40
@@ -40,13 +41,13 @@ class RunRecord:
     """
 
     run_id: str
-    boot_id: str
-    command: ProcessId
     url: str
-    address: str
+    address: str = "local"
     ray_folder: str | None = None
     gcs_address: str | None = None
     processes: tuple[ProcessId, ...] = ()
+    boot_id: str = field(default_factory=boot_id)
+    command: ProcessId = field(default_factory=me)
 
     def to_json(self) -> str:
         """Return the text of run.json."""
@@ -64,8 +65,7 @@ class RunRecord:
                 "stop that server with its own plait, or choose another PLAIT_STATE_DIR"
             )
         command = ProcessId(**data.pop("command"))
-        processes = tuple(ProcessId(**item) for item in data.pop("processes"))
-        return cls(command=command, processes=processes, **data)
+        return cls(command=command, processes=tuple(ProcessId(**item) for item in data.pop("processes")), **data)
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
@@ -96,13 +96,12 @@ def scratch_root() -> Path:
 
 
 class PortState:
-    """The state folder of one port, locked by this process. Create with `claim`."""
+    """The state folder of one port, locked by this process. Create with `claim`. `record`: what this run has
+    written."""
 
     def __init__(self, folder: Path, lock_fd: int, previous: RunRecord | None) -> None:
-        self.folder = folder
-        self.previous = previous
-        self._lock_fd = lock_fd
-        self._record: RunRecord | None = None
+        self.folder, self.previous, self._lock_fd = folder, previous, lock_fd
+        self.record: RunRecord | None = None
 
     @classmethod
     def claim(cls, root: Path, port: int) -> Self:
@@ -126,27 +125,16 @@ class PortState:
     def token_path(self) -> Path:
         """Return the file with Ray's authentication token, readable by this user alone; written on first use."""
         path = self.folder / "auth_token"
-        try:
+        with suppress(FileNotFoundError):
             found = path.lstat()
-            if (
-                stat.S_ISREG(found.st_mode)
-                and found.st_uid == os.getuid()
-                and not found.st_mode & 0o077
-                and found.st_size
-            ):
+            is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+            if is_private and found.st_size:
                 return path
             path.unlink()
-        except FileNotFoundError:
-            pass
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
             file.write(secrets.token_hex(32))
         return path
-
-    @property
-    def record(self) -> RunRecord | None:
-        """The record that this run has written."""
-        return self._record
 
     def rotate_log(self, *, max_bytes: int = MAX_LOG_BYTES) -> None:
         """Move the log's lines to `serve.log.1`, in place of those of before, if there are more than `max_bytes`.
@@ -155,10 +143,7 @@ class PortState:
         written between the copy and the cut is lost. Raises OSError.
         """
         path, old = self.log_path, self.log_path.with_name("serve.log.1")
-        try:
-            if path.stat().st_size <= max_bytes:
-                return
-        except FileNotFoundError:
+        if not path.exists() or path.stat().st_size <= max_bytes:
             return
         try:
             shutil.copyfile(path, old)
@@ -170,7 +155,7 @@ class PortState:
 
     def write(self, record: RunRecord) -> None:
         """Write run.json atomically; do nothing if nothing changed. Raises OSError; what was written before stays."""
-        if record == self._record:
+        if record == self.record:
             return
         temporary = self.folder / "run.json.new"
         try:
@@ -179,23 +164,22 @@ class PortState:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        self._record = record
+        self.record = record
 
     def note_processes(self, processes: frozenset[ProcessId]) -> None:
         """Record the processes of the run."""
-        if self._record is not None:
-            self.write(replace(self._record, processes=tuple(sorted(processes))))
+        if self.record is not None:
+            self.write(replace(self.record, processes=tuple(sorted(processes))))
 
     def note_ray(self, gcs_address: str) -> None:
         """Record the address of the run's Ray."""
-        if self._record is not None:
-            self.write(replace(self._record, gcs_address=gcs_address))
+        if self.record is not None:
+            self.write(replace(self.record, gcs_address=gcs_address))
 
     def forget(self) -> None:
         """Delete the record: the run has ended and left nothing behind."""
         (self.folder / "run.json").unlink(missing_ok=True)
-        self._record = None
-        self.previous = None
+        self.record = self.previous = None
 
     def release(self) -> None:
         """Release the lock. Idempotent."""
@@ -208,8 +192,7 @@ class Keeping:
     """Calls what writes to a state folder. A full disk ends no server: one warning, and the next write is tried."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._say = say
+        self._folder, self._say = folder, say
         self._cannot_write = False
 
     def __call__(self, write: Callable[[], None]) -> None:

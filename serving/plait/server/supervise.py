@@ -114,14 +114,10 @@ class _Run:
         compose: Callable[[PlaitConfig], Sequence[Deployment]],
         app_name: str,
     ) -> None:
-        self._config = config
-        self._state = state
-        self._console = console
+        self._config, self._state, self._console = config, state, console
+        self._port, self._compose, self._app_name = port, compose, app_name
         self._keep = Keeping(state.folder, console.progress)
-        self._port = port
-        self._compose = compose
         self._rows: Sequence[Deployment] = ()
-        self._app_name = app_name
         self._signals = _Signals()
         self._run_id = secrets.token_hex(8)
         self._ray_folder = scratch_root() / f"r-{self._run_id[:8]}" if config.ray.is_local else None
@@ -138,11 +134,12 @@ class _Run:
         try:
             self._start(num_cpus)
             seconds = time.monotonic() - started_s
-            line = start_line(self._config.public_names, self._refused(), self._url, seconds)
-            self._console.data(self._url)
+            url = self._running.url
+            line = start_line(self._config.public_names, self._refused(), url, seconds)
+            self._console.data(url)
             self._console.progress(line)
             if (port := self._config.server.direct_port) is not None:
-                self._console.progress(f"plait: without Serve's proxy at {with_port(self._url, port)}")
+                self._console.progress(f"plait: without Serve's proxy at {with_port(url, port)}")
             self._watch()
         except _Interrupted:
             self._console.progress("plait: stopped while starting")
@@ -163,14 +160,12 @@ class _Run:
 
     def _refused(self) -> Mapping[str, str]:
         """Return why models are not served, by name; none if the engine does not tell: its log has them too."""
-        if self._config.images is None:
-            return {}
-        assert self._cluster is not None
+        refused: Mapping[str, str] = {}
         try:
-            refused: Mapping[str, str] = self._cluster.ask(ENGINE, "refused")
+            if self._config.images is not None:
+                refused = self._running.ask(ENGINE, "refused")
         except Exception:
             _log.exception("asking what is not served")
-            return {}
         return refused
 
     @property
@@ -179,24 +174,23 @@ class _Run:
         return self._cluster is not None and self._cluster.local and self._signals.hurry()
 
     @property
-    def _url(self) -> str:
+    def _running(self) -> Cluster:
         assert self._cluster is not None
-        return self._cluster.url
+        return self._cluster
 
     def _start(self, num_cpus: int) -> None:
-        where = "a local Ray" if self._config.ray.is_local else f"Ray at {self._config.ray.address}"
+        ray, folder = self._config.ray, self._ray_folder
+        where = "a local Ray" if ray.is_local else f"Ray at {ray.address}"
         self._console.progress(f"plait: starting on {where}; Ray's log lines go to {self._state.log_path}")
-        if self._config.ray.is_local:
+        url, own = f"http://{self._config.server.host}:{self._port}", None if folder is None else str(folder)
+        if folder is not None:
             self._warn(self._config.server)
-        self._write_record()
-        if self._ray_folder is not None:
+        self._state.write(RunRecord(run_id=self._run_id, url=url, address=ray.address, ray_folder=own))
+        if folder is not None:
             self._watcher = end_with_us(self._state.folder / "run.json")
+            token = self._state.token_path()
             self._cluster = Cluster.start_local(
-                self._config,
-                port=self._port,
-                num_cpus=num_cpus,
-                folder=self._ray_folder,
-                token_path=self._state.token_path(),
+                self._config, port=self._port, num_cpus=num_cpus, folder=folder, token_path=token
             )
             self._state.note_ray(self._cluster.gcs_address)
         else:
@@ -207,7 +201,7 @@ class _Run:
         self._config = with_gpus(self._config, nodes := self._cluster.nodes())
         write_config(self._state.folder, dump_config(self._config))
         server = self._config.server.behind(self._cluster.host)
-        if not self._config.ray.is_local:
+        if folder is None:
             self._warn(server)
         if self._config.tuning.enabled and not server.has_admin:
             raise ServeError(f"Serve listens on {self._cluster.host}, and {TUNING_WITHOUT_ADMIN}")
@@ -238,7 +232,6 @@ class _Run:
 
     def _watch(self) -> None:
         """Watch until a signal arrives, keeping the list of processes fresh. Raises `ServeError` if Ray dies."""
-        assert self._cluster is not None
         watched_s = time.monotonic()
         while not self._signals.count:
             time.sleep(_POLL_PERIOD_S)
@@ -246,7 +239,7 @@ class _Run:
                 watched_s = time.monotonic()
                 self._note_processes()
                 self._keep(self._state.rotate_log)
-                if (lost := self._cluster.lost()) is not None:
+                if (lost := self._running.lost()) is not None:
                     raise ServeError(lost)
 
     def _stop(self, *, keep_logs: bool) -> int:
@@ -255,10 +248,9 @@ class _Run:
         known = self._note_processes()
         if self._cluster is not None:
             if self._serving and self._signals.count and not hurry():
-                self._console.progress(
-                    f"plait: finishing what runs (at most {self._config.server.drain_s:g} s; again to stop at once)"
-                )
-                self._cluster.drain(finishing(self._rows), drain_s=self._config.server.drain_s, hurry=hurry)
+                limit_s = self._config.server.drain_s
+                self._console.progress(f"plait: finishing what runs (at most {limit_s:g} s; again to stop at once)")
+                self._cluster.drain(finishing(self._rows), drain_s=limit_s, hurry=hurry)
             self._cluster.stop(hurry=hurry(), meanwhile=self._signals.install)
         left: tuple[processes.ProcessId, ...] = ()
         if self._ray_folder is not None:
@@ -272,18 +264,6 @@ class _Run:
             self._state.forget()
         self._console.progress("plait: stopped")
         return len(left)
-
-    def _write_record(self) -> None:
-        self._state.write(
-            RunRecord(
-                run_id=self._run_id,
-                boot_id=processes.boot_id(),
-                command=processes.me(),
-                url=f"http://{self._config.server.host}:{self._port}",
-                address=self._config.ray.address,
-                ray_folder=None if self._ray_folder is None else str(self._ray_folder),
-            )
-        )
 
     def _warn(self, server: ServerSection) -> None:
         for line in warning_lines(self._config, server):
@@ -303,15 +283,11 @@ def warning_lines(config: PlaitConfig, server: ServerSection) -> Iterator[str]:
     """Yield what the owner of a server that listens as `server` says should know before it answers anybody."""
     results = None if config.images is None else config.images.results
     if results is not None and results.public_url is None and not server.answered_hosts:
-        yield (
-            "plait: any host name is answered to, and URLs of kept images begin with the one that a request says; "
-            "images.results.public_url names the server's"
-        )
+        what = "any host name is answered to, and URLs of kept images begin with the one that a request says"
+        yield f"plait: {what}; images.results.public_url names the server's"
     if server.is_open:
-        yield (
-            f"plait: WARNING: {server.host} can be reached from outside and no API keys are set; the routes of "
-            "admins are closed"
-        )
+        why = f"{server.host} can be reached from outside and no API keys are set"
+        yield f"plait: WARNING: {why}; the routes of admins are closed"
 
 
 def start_line(names: Iterable[str], refused: Mapping[str, str], url: str, seconds: float) -> str:
@@ -335,8 +311,7 @@ class Console:
     log."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
-        self._out = out
-        self._err = err
+        self._out, self._err = out, err
 
     @classmethod
     def divert(cls, log_path: Path) -> Self:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plait_deploy.placement.state import ClusterState, Ints
 from plait_deploy.placement.values import Task, TaskPlacement
@@ -25,24 +24,18 @@ class _RayPolicy:
 
     def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
         """Return the node of the highest rank, or the first that fits if that one's devices do not."""
-        fits = self._fits(state, task)
+        allowed = state.allows(task)
+        fits = state.fits(task, np.arange(len(state.nodes)), allowed)
         first = int(fits.argmax())
         if not fits[first]:
             return None
-        sums = self._sums_suffice(state, task)
+        sums = (state.cpu >= task.cpu_milli) & (state.memory >= task.memory_mib) & (state.gpu_free >= task.total_milli)
+        if allowed is not None:
+            sums &= allowed
         node = int(np.where(sums, self._rank(state, task), np.iinfo(np.int64).min).argmax())
         if not fits[node]:
             node = first
         return TaskPlacement(node=node, devices=state.best_fit_devices(task, node))
-
-    def _fits(self, state: ClusterState, task: Task) -> NDArray[np.bool_]:
-        return state.fits(task, np.arange(len(state.nodes)), state.allows(task))
-
-    def _sums_suffice(self, state: ClusterState, task: Task) -> NDArray[np.bool_]:
-        allowed = state.allows(task)
-        enough = (state.cpu >= task.cpu_milli) & (state.memory >= task.memory_mib)
-        enough &= state.gpu_free >= task.total_milli
-        return enough if allowed is None else enough & allowed
 
 
 class RayPackPolicy(_RayPolicy):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from plait.config import PlaitConfig, load_config, parse_config
+from plait.config import load_config, parse_config
 from plait.errors import PlaitError
 from plait.server.state import state_root
 from plait.tuning.forms import as_argv, as_environment, as_file
@@ -45,21 +45,16 @@ def apply_to_server(knobs: Mapping[str, Any], *, port: int, dry_run: bool) -> st
 
     root = state_root(os.environ)
     config = running_config(root, port)
-    text = _changes(config, knobs)
-    if text and not dry_run:
+    check_names(config, knobs)
+    before = known_values(config, knobs)
+    apply_knobs(config, knobs)  # which refuses values
+    lines = [f"{name}: {before[name]} -> {value}\n" for name, value in knobs.items() if before[name] != value]
+    if lines and not dry_run:
         live = LiveServer(compose_of(), root=root, port=port)
         try:
             live.keep(apply_knobs(live.original, knobs))
         finally:
             live.close()
-    return text
-
-
-def _changes(config: PlaitConfig, knobs: Mapping[str, Any]) -> str:
-    check_names(config, knobs)
-    before = known_values(config, knobs)
-    apply_knobs(config, knobs)
-    lines = [f"{name}: {before[name]} -> {value}\n" for name, value in knobs.items() if before[name] != value]
     return "".join(lines)
 
 

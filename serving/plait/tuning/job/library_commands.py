@@ -44,7 +44,7 @@ def import_command(
         _add_all(source, into=into)
         return
     run = read_csv(source, read_map(map_))
-    added = _store(into).add(run)
+    added = _open(into).add(run)
     typer.echo(f"{run.run_id}: {added} of {len(run.trials)} trials added to {into}")
 
 
@@ -58,11 +58,10 @@ def list_command(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    for each in found:
-        typer.echo(
-            f"{each['run_id']}: {each['service']}, {each['trials']} trials of {each['configurations']} configurations, "
-            f"{each['failed']} failed; knobs {', '.join(each['knobs'])}; metrics {', '.join(each['metrics'])}"
-        )
+    for it in found:
+        trials = f"{it['trials']} trials of {it['configurations']} configurations, {it['failed']} failed"
+        names = f"knobs {', '.join(it['knobs'])}; metrics {', '.join(it['metrics'])}"
+        typer.echo(f"{it['run_id']}: {it['service']}, {trials}; {names}")
 
 
 @app.command("show")
@@ -155,12 +154,11 @@ def _add_all(source: Path, *, into: Path) -> None:
     from plait_autoconfig.store import read_library
 
     runs = read_library(source) if source.suffix == ".jsonl" else _existing(source).runs()
-    store = _store(into)
-    added = sum(map(store.add, runs))
+    added = sum(map(_open(into).add, runs))
     typer.echo(f"{len(runs)} runs, {added} trials added to {into}")
 
 
-def _store(path: Path) -> LibraryStore:
+def _open(path: Path) -> LibraryStore:
     from plait_autoconfig.store import LibraryStore
 
     return LibraryStore.open(path)
@@ -170,7 +168,7 @@ def _existing(path: Path) -> LibraryStore:
     """Open a library that must exist: a mistyped name shall not make an empty one."""
     if not path.is_file():
         raise LibraryError(f"there is no library {path}; `plait tune library import` makes one")
-    return _store(path)
+    return _open(path)
 
 
 def _summary(run: LibraryRun) -> dict[str, Any]:

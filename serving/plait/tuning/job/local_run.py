@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -47,7 +47,7 @@ def run(
     Return the state and the job's folder. `measurer`: `module:function`, in place of plait's own; `arguments`:
     extra arguments for plait's. Raises `PlaitError`.
     """
-    with errors_as_messages():
+    with told(TunerError):
         job = job_file(job)
         text = read(job)
         spec = parse_job(text, folder=job.absolute().parent, source=str(job))
@@ -68,7 +68,7 @@ def run(
 
 def open_state(job: Path) -> tuple[JobState, JobStore]:
     """Open a job by its folder, or by its file if it was run in the default folder. Raises `PlaitError`."""
-    with errors_as_messages():
+    with told(TunerError):
         store = JobStore.open(_folder_of(job))
         return read_state(store), store
 
@@ -90,7 +90,7 @@ def reported(store: JobStore) -> Iterator[None]:
 
 def write_report(store: JobStore, path: Path) -> None:
     """Write the report of the job's current state. Raises `PlaitError`."""
-    with errors_as_messages():
+    with told(TunerError):
         write(path, report_of(store))
 
 
@@ -103,11 +103,6 @@ def report_of(store: JobStore) -> str:
         made_by=f"plait {tool_version()}",
         job_text=job.read_text(encoding="utf-8") if job.is_file() else "",
     )
-
-
-def errors_as_messages() -> AbstractContextManager[None]:
-    """Translate the tuner's errors into plait's, for the command."""
-    return told(TunerError)
 
 
 def job_file(job: Path) -> Path:

@@ -18,33 +18,22 @@ def shown(stream: TextIO, state: Callable[[], JobState]) -> Iterator[Show]:
     """Yield a function that displays events for the duration of the block: a bar on a terminal, otherwise one line per
     measurement. `state`: returns the job's current state; cheap."""
     if not stream.isatty():
-        yield lambda event: _print_line(stream, event, state)
+        yield lambda event: _print_lines(stream, event, state)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[headline]}"),
-        TimeElapsedColumn(),
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[headline]}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
         task = bar.add_task("starting", total=None, headline="")
 
         def show(event: JobEvent) -> None:
+            bar.update(task, description=_short(event))
             if event.kind == "trial_progress":
-                bar.update(task, description=_short(event))
                 return
             now = state()
-            left = now.remaining
-            bar.update(
-                task,
-                description=_short(event),
-                total=left.trials + left.used_trials,
-                completed=left.used_trials,
-                headline=headline(now),
-            )
+            used, left = now.remaining.used_trials, now.remaining.trials
+            bar.update(task, total=left + used, completed=used, headline=headline(now))
             if line := _line(event, now):
                 bar.console.print(line, markup=False, highlight=False)
 
@@ -78,9 +67,8 @@ def row_line(row: MeasurementRow, goals: tuple[str, ...]) -> str:
     metrics = {} if row.outcome is None else row.outcome.metrics
     shown = [f"{name} {number(metrics[name])}" for name in goals if name in metrics]
     kind = str(row.kind).replace("_", " ")
-    return "  ".join(
-        filter(None, [f"{row.number:>3} {kind:<9}", f"{row.duration_s:5.1f} s", *shown, config, row.reason])
-    )
+    parts = [f"{row.number:>3} {kind:<9}", f"{row.duration_s:5.1f} s", *shown, config, row.reason]
+    return "  ".join(filter(None, parts))
 
 
 def _best(state: JobState) -> str:
@@ -108,7 +96,7 @@ def _line(event: JobEvent, state: JobState) -> str:
     return event.text if event.kind == "note" else ""
 
 
-def _print_line(stream: TextIO, event: JobEvent, state: Callable[[], JobState]) -> None:
+def _print_lines(stream: TextIO, event: JobEvent, state: Callable[[], JobState]) -> None:
     if event.kind == "trial_progress":
         return
     now = state()

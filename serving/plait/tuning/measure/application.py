@@ -66,13 +66,8 @@ class RunningApplication:
         run_id: str | None = None,
         config: PlaitConfig | None = None,
     ) -> None:
-        self.cluster = cluster
-        self.app = app
-        self.prefix = prefix
-        self.config = config
-        self._compose = compose
-        self._salt = salt
-        self._run_id = run_id
+        self.cluster, self.app, self.prefix, self.config = cluster, app, prefix, config
+        self._compose, self._salt, self._run_id = compose, salt, run_id
 
     @property
     def url(self) -> str:
@@ -106,11 +101,9 @@ class RunningApplication:
         after = self._rows(config)
         found = effects(() if before is None else self._rows(before), after)
         if found:
-            there = self.pids()
+            there, prefix = self.pids(), self.prefix or "/"
             in_place = self._is_short_of_memory(there, after, found)
-            self.cluster.deploy(
-                after, name=self.app, salt=self._salt, route_prefix=self.prefix or "/", in_place=in_place
-            )
+            self.cluster.deploy(after, name=self.app, salt=self._salt, route_prefix=prefix, in_place=in_place)
             self._wait(limit_s)
             found |= dict.fromkeys(_restarted(there, self.pids(), found), Effect.RESTARTED)
         self.config = config

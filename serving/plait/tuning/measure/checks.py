@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import min_requests
 from plait_loadtest.scenario import InferClass, Scenario
 from plait_loadtest.session import at_rate
+from plait_serving.spelling import hint
 
 _GUARDED = ("p50_ms", "p95_ms", "p99_ms", "error_rate")
 METRICS = frozenset(
@@ -38,17 +37,9 @@ METRICS = frozenset(
 _API = {"images": "images", "recommend": "infer"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedJob:
-    """A job that can be measured: the configuration that trials start from, and the scenarios without an address."""
-
-    config: PlaitConfig
-    scenarios: tuple[Scenario, ...]
-    guard: GuardLimits | None
-
-
-def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
-    """Check knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
+def prepare(spec: JobSpec, config: PlaitConfig) -> tuple[tuple[Scenario, ...], GuardLimits | None]:
+    """Check knobs, scenarios and guard against the configuration; return the scenarios, without an address, and the
+    guard. Raises `JobRefused`."""
     assert isinstance(spec.target, TuningTarget)
     check_metrics(spec, METRICS)
     sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
@@ -64,7 +55,7 @@ def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
     scenarios = scenarios_of(spec)
     for scenario in scenarios:
         _check_model(scenario, config)
-    return PreparedJob(config=config, scenarios=scenarios, guard=guard_of(spec))
+    return scenarios, guard_of(spec)
 
 
 def scenarios_of(spec: JobSpec) -> tuple[Scenario, ...]:
@@ -155,21 +146,17 @@ def guard_of(spec: JobSpec) -> GuardLimits | None:
 
 def max_replicas_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
     """Return the configuration with the most and largest replicas in the space, to size a Ray that fits them all."""
-    max_values = {
-        knob.sets or name: max(_numbers(_extremes(knob)))
-        for name, knob in spec.knobs.items()
-        if (knob.sets or name).endswith((".replicas", ".num_cpus"))
-    }
-    return apply_knobs(config, max_values)
+    sized = {knob.sets or name: knob for name, knob in spec.knobs.items()}
+    sizes = {name: _extremes(knob) for name, knob in sized.items() if name.endswith((".replicas", ".num_cpus"))}
+    return apply_knobs(config, {name: max(it for it in of if not isinstance(it, str)) for name, of in sizes.items()})
 
 
 def check_metrics(spec: JobSpec, there: frozenset[str]) -> None:
     """Check that a trial shows what the job asks for. Raises `JobRefused`."""
     for name in spec.goal.metrics:
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there))}"
-            raise JobRefused(f"objective and limits: there is no metric {name}; {hint}")
+            near = hint(name, there) or f"; there are {', '.join(sorted(there))}"
+            raise JobRefused(f"objective and limits: there is no metric {name}{near}")
 
 
 def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
@@ -198,21 +185,12 @@ def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
 
 
 def _check_deployments(target: TuningTarget, sets: Iterable[str]) -> None:
-    if not target.deployments:
-        return
-    for name in sets:
-        deployment = name.rpartition(".")[0]
-        if deployment not in target.deployments:
+    for name in sets if target.deployments else ():
+        if name.rpartition(".")[0] not in target.deployments:
             there = ", ".join(target.deployments)
             raise JobRefused(f"knobs: {name} is not of a deployment that target.deployments names ({there})")
 
 
 def _extremes(knob: KnobSpec) -> list[Value]:
     """Return all values of a choice, or both ends of a range: what lies between is allowed if these are."""
-    if isinstance(knob, Choice):
-        return list(knob.values)
-    return [knob.low, knob.high]
-
-
-def _numbers(values: Iterable[Value]) -> list[int | float]:
-    return [value for value in values if isinstance(value, int | float)]
+    return list(knob.values) if isinstance(knob, Choice) else [knob.low, knob.high]

@@ -13,6 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -37,13 +38,9 @@ class Clone:
 
     def __init__(self, compose: Compose, *, root: Path, log_path: Path, say: Callable[[str], None]) -> None:
         """Create the clone; `root` is plait's state folder on this machine. Ends what killed runs have left there."""
-        self._compose = compose
-        self._root = root
-        self._log_path = log_path
-        self._say = say
+        self._compose, self._root, self._log_path, self._say = compose, root, log_path, say
         self._run_id = secrets.token_hex(8)
-        self._num_cpus = 1
-        self._port = 0
+        self._num_cpus, self._port = 1, 0
         self._direct: socket.socket | None = None
         self._running: RunningApplication | None = None
         self._state: PortState | None = None
@@ -65,15 +62,12 @@ class Clone:
             self._direct = hold_port(_HOST, 0)
         os.environ[processes.RUN_ID_VARIABLE] = self._run_id
         os.environ[LOG_PATH_VARIABLE] = str(self._log_path)
+        make = partial(RunningApplication, compose=self._compose, salt=self._run_id)
         if config.ray.is_local:
-            cluster, app, prefix = self._start_ray(config), _APP, ""
+            self._running = make(self._start_ray(config), app=_APP, run_id=self._run_id)
         else:
             app = f"{_APP}-{self._run_id[:8]}"
-            cluster, prefix = self._attach(config, app), f"/{app}"
-        run_id = self._run_id if config.ray.is_local else None
-        self._running = RunningApplication(
-            cluster, self._compose, app=app, salt=self._run_id, prefix=prefix, run_id=run_id
-        )
+            self._running = make(self._attach(config, app), app=app, prefix=f"/{app}")
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
         """Apply a configuration as `RunningApplication.apply` does, first removing what an earlier one broke, if
@@ -127,23 +121,10 @@ class Clone:
             self._port = free_port(_HOST)
             self._state = PortState.claim(self._root, self._port)
         self._ray_folder = scratch_root() / f"r-{secrets.token_hex(4)}"
-        self._state.write(
-            RunRecord(
-                run_id=self._run_id,
-                boot_id=processes.boot_id(),
-                command=processes.me(),
-                url=f"http://{_HOST}:{self._port}",
-                address="local",
-                ray_folder=str(self._ray_folder),
-            )
-        )
-        cluster = Cluster.start_local(
-            config,
-            port=self._port,
-            num_cpus=self._num_cpus,
-            folder=self._ray_folder,
-            token_path=self._state.token_path(),
-        )
+        url = f"http://{_HOST}:{self._port}"
+        self._state.write(RunRecord(run_id=self._run_id, url=url, ray_folder=str(self._ray_folder)))
+        token, folder = self._state.token_path(), self._ray_folder
+        cluster = Cluster.start_local(config, port=self._port, num_cpus=self._num_cpus, folder=folder, token_path=token)
         self._note_processes()
         return cluster
 
@@ -158,8 +139,7 @@ class Clone:
                     cluster.delete(note.app)
                     path.unlink()
         self._note = folder / f"{self._run_id}.json"
-        boot_id, owner = processes.boot_id(), asdict(processes.me())
-        own = _CloneNote(address=cluster.gcs_address, app=app, boot_id=boot_id, **owner)
+        own = _CloneNote(address=cluster.gcs_address, app=app, boot_id=processes.boot_id(), **asdict(processes.me()))
         self._note.write_text(own.model_dump_json())
         return cluster
 

@@ -71,23 +71,21 @@ class EarlyStop:
             return f"{progress.errors} of {progress.done} requests failed"
         waiting = progress.handed - progress.done
         decides = left_s / needs.duration_s > 2.0 * (1.0 - needs.share)
-        if decides and waiting > pace_per_s * (left_s + needs.slo_s):
-            return (
-                f"after {progress.elapsed_s:.1f} s {waiting} requests wait, {pace_per_s:.3g} are answered in a second: "
-                f"the {left_s:.1f} s that are left and an SLO of {needs.slo_s:g} s are not enough"
-            )
-        return None
+        if not decides or waiting <= pace_per_s * (left_s + needs.slo_s):
+            return None
+        seen = f"after {progress.elapsed_s:.1f} s {waiting} requests wait, {pace_per_s:.3g} are answered in a second"
+        return f"{seen}: the {left_s:.1f} s that are left and an SLO of {needs.slo_s:g} s are not enough"
 
     def _pace_per_s(self, progress: RunProgress) -> float:
-        self._seen.append((progress.elapsed_s, progress.done))
-        while len(self._seen) > 2 and self._is_enough(progress, *self._seen[1]):
+        now_s, done = progress.elapsed_s, progress.done
+        self._seen.append((now_s, done))
+        while len(self._seen) > 2:
+            since_s, before = self._seen[1]
+            if now_s - since_s < _WINDOW_S or done - before < _WINDOW_ANSWERS:
+                break
             self._seen.popleft()
         since_s, before = self._seen[0]
-        return (progress.done - before) / max(progress.elapsed_s - since_s, 1e-3)
-
-    @staticmethod
-    def _is_enough(progress: RunProgress, since_s: float, done: int) -> bool:
-        return progress.elapsed_s - since_s >= _WINDOW_S and progress.done - done >= _WINDOW_ANSWERS
+        return (done - before) / max(now_s - since_s, 1e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

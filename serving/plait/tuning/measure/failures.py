@@ -49,11 +49,10 @@ def of_load(loaded: LoadResult, evidence: Evidence, *, guard: bool = False) -> T
 def _of_deaths(evidence: Evidence, errors: Mapping[str, int]) -> TrialOutcome:
     who = ", ".join(sorted(set(evidence.died)))
     summary = ", ".join(f"{count} {kind}" for kind, count in errors.items()) or "no request failed"
+    kind, fate = FailureKind.CRASH, "died"
     if evidence.oom_kills or mentions_out_of_memory(evidence.log):
-        return TrialOutcome.failed(
-            FailureKind.OUT_OF_MEMORY, f"a replica of {who} was killed for memory under load ({summary})"
-        )
-    return TrialOutcome.failed(FailureKind.CRASH, f"a replica of {who} died under load ({summary})")
+        kind, fate = FailureKind.OUT_OF_MEMORY, "was killed for memory"
+    return TrialOutcome.failed(kind, f"a replica of {who} {fate} under load ({summary})")
 
 
 def _of_silence(loaded: LoadResult) -> TrialOutcome:

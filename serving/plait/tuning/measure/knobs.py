@@ -27,7 +27,6 @@ class KnobPlace:
     """One knob: the path of its value in plait.yaml, and its current value. `active`: its deployment runs in this
     configuration."""
 
-    name: str
     path: KeyPath
     value: Any
     active: bool = True
@@ -35,12 +34,10 @@ class KnobPlace:
 
 def knob_places(config: PlaitConfig) -> dict[str, KnobPlace]:
     """Return every knob of the configuration's deployments, by name."""
-    places: list[KnobPlace] = []
-    if config.images is not None:
-        places += _of_images(config.images)
+    places = {} if config.images is None else dict(_of_images(config.images))
     for name, section in config.ranking_models.items():
-        places += _of_ranking_model(name, section)
-    return {place.name: place for place in places}
+        places |= _of_ranking_model(name, section)
+    return places
 
 
 def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
@@ -48,21 +45,20 @@ def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
     ones."""
     names = tuple(names)
     places = knob_places(config)
-    deployments = sorted({name.rpartition(".")[0] for name in places})
+    own: dict[str, list[str]] = {}
+    for name in sorted(places):
+        deployment, _, knob = name.rpartition(".")
+        own.setdefault(deployment, []).append(knob)
     problems = []
     for name in names:
         deployment, dot, knob = name.rpartition(".")
         if not dot:
             what = "no DEPLOYMENT.knob of plait; a service of another kind is tuned with target.command or target.apply"
             problems.append(f"{name}: {what}")
-        elif deployment not in deployments:
-            near = difflib.get_close_matches(deployment, deployments, n=1)
-            problems.append(f"{name}: there is no deployment {deployment!r}{_or(near, deployments)}")
+        elif deployment not in own:
+            problems.append(f"{name}: there is no deployment {deployment!r}{_or(deployment, own)}")
         elif name not in places:
-            own = sorted(each.rpartition(".")[2] for each in places if each.startswith(deployment + "."))
-            problems.append(
-                f"{name}: {deployment} has no knob {knob!r}{_or(difflib.get_close_matches(knob, own, n=1), own)}"
-            )
+            problems.append(f"{name}: {deployment} has no knob {knob!r}{_or(knob, own[deployment])}")
         elif not places[name].active and not _may_run(deployment, names):
             problems.append(f"{name}: {deployment} does not run in this configuration")
     if problems:
@@ -82,11 +78,15 @@ def check_values(config: PlaitConfig, values: Mapping[str, Iterable[Any]]) -> No
 def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:
     """Return the configuration with these knobs, by name. Raises `ConfigError` if a value is refused, `PlaitError` for
     unknown names."""
-    check = [name for name in values if name not in (places := knob_places(config))]
-    if check:
-        check_names(config, check)
+    places = knob_places(config)
+    if unknown := values.keys() - places.keys():
+        check_names(config, unknown)
     data = config.model_dump(mode="json")
-    _spell_out(data, config)
+    # Models that the configuration leaves to the starter's folder are written out.
+    if config.images is not None:
+        data["images"]["controlnets"] = _written_out(config.images.resolved_controlnets())
+    if config.recommend is not None:
+        data["recommend"]["models"] = _written_out(config.ranking_models)
     for name, value in values.items():
         set_at(data, places[name].path, value)
     return parse_config(data, source="knobs", folder=Path.cwd())
@@ -104,42 +104,33 @@ def settings_of(config: PlaitConfig, values: Mapping[str, Any]) -> dict[KeyPath,
     places = knob_places(config)
     settings: dict[KeyPath, Any] = {}
     for name, value in values.items():
-        path = places[name].path
-        settings |= _folder_of(config, path)
-        settings[path] = value
+        settings |= {**_folder_of(config, places[name].path), places[name].path: value}
     return settings
 
 
-def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
+def _of_images(images: ImagesSection) -> Iterator[tuple[str, KnobPlace]]:
     yield from _fields(ENGINE, ("images", "knobs"), images.knobs)
-    yield KnobPlace(name=f"{ENGINE}.replicas", path=("images", "replicas"), value=images.replicas)
-    yield KnobPlace(name=f"{ENGINE}.num_cpus", path=("images", "num_cpus"), value=images.num_cpus)
-    yield KnobPlace(name=f"{ENGINE}.num_gpus", path=("images", "num_gpus"), value=images.num_gpus)
-    services = images.controlnet_services()
+    yield from _fields(ENGINE, ("images",), images, only={"replicas", "num_cpus", "num_gpus"})
+    services, own = images.controlnet_services(), {"threads", "replicas", "num_cpus", "num_gpus"}
     for name, section in images.resolved_controlnets().items():
-        for knob in ("threads", "replicas", "num_cpus", "num_gpus"):
-            yield KnobPlace(
-                name=f"{CONTROLNET_PREFIX}{name}.{knob}",
-                path=("images", "controlnets", name, knob),
-                value=getattr(section, knob),
-                active=name in services,
-            )
+        path = ("images", "controlnets", name)
+        yield from _fields(CONTROLNET_PREFIX + name, path, section, only=own, active=name in services)
 
 
-def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[KnobPlace]:
+def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[tuple[str, KnobPlace]]:
     own = ("recommend", "models", name)
-    yield KnobPlace(name=f"{name}.mode", path=(*own, "mode"), value=section.mode)
+    yield from _fields(name, own, section, only={"mode"})
     for role in ("cn", "hn", "whole"):
-        part = getattr(section, role)
-        deployment, active = worker_name(name, role), role in section.parts
+        part, deployment, active = getattr(section, role), worker_name(name, role), role in section.parts
         yield from _fields(deployment, (*own, role, "knobs"), part.knobs, active=active)
-        for knob, value in part.model_dump(mode="json", exclude={"knobs"}).items():
-            yield KnobPlace(name=f"{deployment}.{knob}", path=(*own, role, knob), value=value, active=active)
+        yield from _fields(deployment, (*own, role), part, only={*type(part).model_fields} - {"knobs"}, active=active)
 
 
-def _fields(deployment: str, path: KeyPath, knobs: BaseModel, *, active: bool = True) -> Iterator[KnobPlace]:
-    for name, value in knobs.model_dump(mode="json").items():
-        yield KnobPlace(name=f"{deployment}.{name}", path=(*path, name), value=value, active=active)
+def _fields(
+    deployment: str, path: KeyPath, section: BaseModel, *, only: set[str] | None = None, active: bool = True
+) -> Iterator[tuple[str, KnobPlace]]:
+    for name, value in section.model_dump(mode="json", include=only).items():
+        yield f"{deployment}.{name}", KnobPlace(path=(*path, name), value=value, active=active)
 
 
 def _may_run(deployment: str, names: Iterable[str]) -> bool:
@@ -151,16 +142,8 @@ def _may_run(deployment: str, names: Iterable[str]) -> bool:
     )
 
 
-def _spell_out(data: dict[str, Any], config: PlaitConfig) -> None:
-    """Write out the models that the configuration leaves to the starter's folder."""
-    if config.images is not None:
-        data["images"]["controlnets"] = {
-            name: section.model_dump(mode="json") for name, section in config.images.resolved_controlnets().items()
-        }
-    if config.recommend is not None:
-        data["recommend"]["models"] = {
-            name: section.model_dump(mode="json") for name, section in config.ranking_models.items()
-        }
+def _written_out(sections: Mapping[str, BaseModel]) -> dict[str, Any]:
+    return {name: section.model_dump(mode="json") for name, section in sections.items()}
 
 
 def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:
@@ -180,5 +163,6 @@ def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:
     return {}
 
 
-def _or(near: list[str], there: list[str]) -> str:
+def _or(name: str, there: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, there := list(there), n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(there)}"

@@ -9,7 +9,7 @@ note is stale.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -38,8 +38,8 @@ class RollbackNote:
 
     run_id: str
     config: str
-    owner: processes.ProcessId
-    boot_id: str
+    owner: processes.ProcessId = field(default_factory=processes.me)
+    boot_id: str = field(default_factory=processes.boot_id)
 
     @classmethod
     def read(cls, path: Path) -> RollbackNote | None:
@@ -76,12 +76,8 @@ def note_path(root: Path, port: int) -> Path:
 
 def left_notes(root: Path) -> list[int]:
     """Return the ports whose server was left with a configuration that is not its own."""
-    ports = []
-    for path in sorted((root / "live").glob("port-*.json")):
-        note = RollbackNote.read(path)
-        if note is not None and note.is_left:
-            ports.append(int(path.stem.removeprefix("port-")))
-    return ports
+    notes = {path: RollbackNote.read(path) for path in sorted((root / "live").glob("port-*.json"))}
+    return [int(path.stem.removeprefix("port-")) for path, note in notes.items() if note is not None and note.is_left]
 
 
 class LiveServer:
@@ -96,21 +92,16 @@ class LiveServer:
             raise LiveBusy(f"process {note.owner.pid} tunes the server on port {port} already")
         self._folder = root / f"port-{port}"
         self._record = _record(root, port)
-        self._running = self._attach(compose, port)
         self.original = running_config(root, port)
-        self._running.config = self.original
+        self.running = self._attach(compose, port)
         if note is not None:
             self._roll_back_to(note)
 
-    @property
-    def running(self) -> RunningApplication:
-        """The application."""
-        return self._running
-
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
         """Apply a configuration as `RunningApplication.apply` does; the original is on disk before anything changes."""
-        self._write_note()
-        return self._running.apply(config, limit_s=limit_s)
+        if not self._path.exists():
+            RollbackNote(run_id=self._record.run_id, config=dump_config(self.original)).write(self._path)
+        return self.running.apply(config, limit_s=limit_s)
 
     def keep(self, config: PlaitConfig) -> None:
         """Leave the service with this configuration permanently (until its next start, which reads plait.yaml)."""
@@ -123,40 +114,27 @@ class LiveServer:
         """Restore the original configuration. Idempotent. Raises what `RunningApplication.apply` raises; the note then
         stays."""
         if self._path.exists():
-            self._running.apply(self.original, limit_s=_ROLL_BACK_S)
+            self.running.apply(self.original, limit_s=_ROLL_BACK_S)
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Disconnect from the service and leave it unchanged."""
-        self._running.cluster.detach()
+        self.running.cluster.detach()
 
     def _attach(self, compose: Compose, port: int) -> RunningApplication:
         if self._record.gcs_address is not None:
             prepare_environment(self._folder / "auth_token")
-        address = self._record.gcs_address or self._record.address
-        config = running_config(self._folder.parent, port)
+        address, run_id, config = self._record.gcs_address or self._record.address, self._record.run_id, self.original
         there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
         cluster = Cluster.attach(there, port=port)
-        marked = (
-            self._record.run_id if self._record.ray_folder is not None else None
-        )  # only our own Ray's processes are
-        return RunningApplication(cluster, compose, app=_APP, salt=self._record.run_id, run_id=marked)
-
-    def _write_note(self) -> None:
-        if self._path.exists():
-            return
-        RollbackNote(
-            run_id=self._record.run_id,
-            config=dump_config(self.original),
-            owner=processes.me(),
-            boot_id=processes.boot_id(),
-        ).write(self._path)
+        marked = run_id if self._record.ray_folder is not None else None  # only our own Ray's processes are
+        return RunningApplication(cluster, compose, app=_APP, salt=run_id, run_id=marked, config=config)
 
     def _roll_back_to(self, note: RollbackNote) -> None:
         if note.run_id == self._record.run_id:
             self.original = parse_config(yaml.safe_load(note.config), source="the note", folder=Path.cwd())
-            self._running.config = None  # nobody knows how far the killed tuner was
-            self._running.apply(self.original, limit_s=_ROLL_BACK_S)
+            self.running.config = None  # nobody knows how far the killed tuner was
+            self.running.apply(self.original, limit_s=_ROLL_BACK_S)
         self._path.unlink(missing_ok=True)
 
 
@@ -174,10 +152,10 @@ def running_config(root: Path, port: int) -> PlaitConfig:
 
 def _record(root: Path, port: int) -> RunRecord:
     """Return the record of the live run. Raises `StateError`."""
-    folder = root / f"port-{port}"
+    folder, gone = root / f"port-{port}", f"no plait serve of this user runs on port {port}"
     record = read_record(folder)
     if record is None:
-        raise StateError(f"no plait serve of this user runs on port {port} (there is no {folder}/run.json)")
+        raise StateError(f"{gone} (there is no {folder}/run.json)")
     if processes.has_ended(record.command, record.boot_id):
-        raise StateError(f"no plait serve of this user runs on port {port} any more")
+        raise StateError(f"{gone} any more")
     return record

@@ -161,9 +161,9 @@ def run_search(
     started_s = time.monotonic()
 
     def run(rate_per_s: float, duration_s: float) -> Look:
-        trial = at_rate(scenario, rate_per_s, max(duration_s, look_s(scenario, rate_per_s))).model_copy(
-            update={"seed": scenario.seed + len(loads), "warm_up_s": _warm_up_s(scenario, again=bool(loads))}
-        )
+        warm_up_s = min(scenario.warm_up_s, _AGAIN_S) if loads else scenario.warm_up_s
+        own = {"seed": scenario.seed + len(loads), "warm_up_s": warm_up_s}
+        trial = at_rate(scenario, rate_per_s, max(duration_s, look_s(scenario, rate_per_s))).model_copy(update=own)
         left_s = watch.limit_s - (time.monotonic() - started_s)
         loads.append(load := run_given(trial, replace(watch, limit_s=left_s)))
         result = load.sessions[0].result
@@ -202,10 +202,6 @@ def _shows_a_miss(session: FinishedRun) -> bool:
 
 def _seen(look: Look) -> str:
     return ("held" if look.held else "missed") if look.valid else "invalid"
-
-
-def _warm_up_s(scenario: Scenario, *, again: bool) -> float:
-    return min(scenario.warm_up_s, _AGAIN_S) if again else scenario.warm_up_s
 
 
 def metrics_of(sessions: Sequence[FinishedRun]) -> dict[str, float]:

@@ -11,20 +11,17 @@ import os
 import platform
 import time
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
 
 from plait.errors import PlaitError
 from plait.server.state import state_root
 from plait.tuning.measure.application import Compose, NotReady, RefusedStart, compose_of
-from plait.tuning.measure.early_stop import Guard
 from plait.tuning.measure.failures import of_start
 from plait.tuning.measure.plait_subject import PlaitSubject
 from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
 from plait.tuning.measure.service_subject import ServiceSubject
-from plait.tuning.measure.trial import LoadPlan, run_loads, with_address
+from plait.tuning.measure.trial import Subject, run_loads, with_address
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
@@ -34,9 +31,6 @@ from plait_kernels.cores import usable_cores
 
 _SPARE_S = 5.0
 """The part of a trial's time reserved for what follows the load, so that we end the trial before our parent does."""
-
-Subject: TypeAlias = PlaitSubject | ServiceSubject
-"""What is tuned: brings a configuration into force, says what runs, and gives back what it found."""
 
 
 def open_measurer(*, folder: Path, live: bool = False, commands: bool = False, compose: str = "") -> PlaitMeasurer:
@@ -60,12 +54,10 @@ class PlaitMeasurer:
     ) -> None:
         self._folder, self._root, self._compose = folder, root, compose
         self._may_be_live, self._may_run_commands = may_be_live, may_run_commands
-        self._spec: JobSpec | None = None
         self._subject: Subject | None = None
 
     def check(self, spec: JobSpec) -> TuningSubject:
         """Refuse what cannot be measured; then start the clone's Ray, or attach to the live service."""
-        self._spec = spec
         if not isinstance(spec.target, ServiceTarget):
             if spec.target.live and not self._may_be_live:
                 raise JobRefused("target.live: the service that users are on is only tuned with the flag --live")
@@ -74,61 +66,42 @@ class PlaitMeasurer:
             self._subject = ServiceSubject(spec, spec.target, root=self._root, folder=self._folder)
         else:
             raise JobRefused("target: commands are run for the jobs of `plait tune run` only")
-        return _described(spec, self._subject)
+        return _described(self._subject)
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:
         """Apply the configuration, run the load and judge it. A trial that a guard stops is rolled back at once."""
         started_s = time.monotonic()
-        spec, subject = self._checked()
+        subject = self._checked()
         kills = count_oom_kills()
         say("applying the configuration")
         try:
             applied = subject.apply(task.config, limit_s=task.limit_s - _SPARE_S)
-        except (RefusedStart, NotReady) as error:
-            outcome = (
-                of_start(str(error), oom_kills=count_oom_kills() - kills)
-                if isinstance(error, RefusedStart)
-                else TrialOutcome.failed(FailureKind.TIME_OUT, str(error))
-            )
-            subject.after_failure()
-            return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="never ready")
-        done = f"{applied.done} in {time.monotonic() - started_s:.1f} s" if applied.done else "nothing to change"
-        try:
+            done = f"{applied.done} in {time.monotonic() - started_s:.1f} s" if applied.done else "nothing to change"
             drifted = self._drifted(task, say)
-        except NoAnswer as error:
+        except (RefusedStart, NotReady, NoAnswer) as error:
+            outcome, note = TrialOutcome.failed(FailureKind.TIME_OUT, str(error)), "never ready"
+            if isinstance(error, RefusedStart):
+                outcome = of_start(str(error), oom_kills=count_oom_kills() - kills)
+            elif isinstance(error, NoAnswer):
+                outcome, note = TrialOutcome.failed(FailureKind.CRASH, str(error)), "no answer to a probe"
             subject.after_failure()
-            outcome = TrialOutcome.failed(FailureKind.CRASH, str(error))
-            return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="no answer to a probe")
-        plan = LoadPlan(
-            scenarios=subject.scenarios,
-            search=spec.is_capacity_search and not task.rate_per_s,
-            seed=task.seed,
-            limit_s=task.limit_s - _SPARE_S - (time.monotonic() - started_s),
-            prices=spec.prices,
-            goal=spec.goal.goals[0] if len(spec.goal.goals) == 1 else None,
-            limits=spec.goal.limits,
-            to_beat=task.to_beat,
-            expected_per_s=task.expected_per_s,
-            rate_per_s=task.rate_per_s,
-            guard=None if subject.guard is None else partial(Guard, subject.guard),
-        )
-        shown = run_loads(subject.running, plan, folder=task.folder, log_path=subject.log_path, say=say, known=drifted)
-        if shown.guard_breached or (shown.outcome.failure is not None and not shown.outcome.invalid):
+            return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note=note)
+        left_s = task.limit_s - _SPARE_S - (time.monotonic() - started_s)
+        shown = run_loads(subject, task, limit_s=left_s, say=say, known=drifted)
+        if shown.outcome.failure is not None and not shown.outcome.invalid:  # also if a guard broke in
             subject.after_failure()
         seen = {name: value for name, value in shown.outcome.metrics.items() if name not in subject.unseen}
-        return Measured(
+        return replace(
+            shown,
             outcome=replace(shown.outcome, metrics=seen),
             duration_s=time.monotonic() - started_s,
-            load_s=shown.load_s,
-            samples=shown.samples,
             restarted=applied.restarted,
-            artefacts=shown.artefacts,
-            note="; ".join((done, *applied.notes, *shown.notes)),
+            note="; ".join(filter(None, (done, *applied.notes, shown.note))),
         )
 
     def apply(self, config: Config) -> None:
         """Leave the live service with this configuration permanently."""
-        self._checked()[1].keep(config)
+        self._checked().keep(config)
 
     def restore(self) -> None:
         """Give back a running service as it was."""
@@ -143,37 +116,33 @@ class PlaitMeasurer:
 
     def _drifted(self, task: MeasurementTask, say: Say) -> dict[str, float]:
         """Return the metric of `quality`, if the job asks for it."""
-        spec, subject = self._checked()
-        if QUALITY_DRIFT not in spec.goal.metrics:
+        subject = self._checked()
+        if QUALITY_DRIFT not in subject.spec.goal.metrics:
             return {}
         say("asking the probes")
         running = subject.running
         scenarios = [with_address(scenario, running.url, running.prefix) for scenario in subject.scenarios]
-        return {QUALITY_DRIFT: quality_drift(scenarios, self._folder, is_default=task.config == spec.default)}
+        return {QUALITY_DRIFT: quality_drift(scenarios, self._folder, is_default=task.config == subject.spec.default)}
 
-    def _checked(self) -> tuple[JobSpec, Subject]:
-        if self._spec is None or self._subject is None:
+    def _checked(self) -> Subject:
+        if self._subject is None:
             raise PlaitError("check comes first")
-        return self._spec, self._subject
+        return self._subject
 
 
-def _described(spec: JobSpec, subject: Subject) -> TuningSubject:
+def _described(subject: Subject) -> TuningSubject:
     """Return what the library remembers of the service, its load and this machine."""
     rates = [getattr(each.arrivals, "rate_per_s", 0.0) for each in subject.scenarios]
     slos = [slo.latency_ms for each in subject.scenarios for slo in (each.slo, *each.slos.values()) if slo is not None]
     workload = {"offered_per_s": max(rates), "slo_ms": min(slos, default=0.0), "scenarios": float(len(rates))}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    hardware = Hardware(
-        name=platform.machine(),
-        cpus=usable_cores(),
-        memory_bytes=memory_bytes,
-        price_per_hour=spec.prices.core * usable_cores(),
-    )
+    cores, machine = usable_cores(), platform.machine()
+    price = subject.spec.prices.core * cores
     versions = {name: version(name) for name in ("plait", "ray", "torch")}
     return TuningSubject(
         service=subject.name,
         workload={**workload, **subject.features},
-        hardware=hardware,
+        hardware=Hardware(name=machine, cpus=cores, memory_bytes=memory_bytes, price_per_hour=price),
         versions=versions | {"python": platform.python_version()},
         costs=subject.costs,
     )

@@ -34,12 +34,13 @@ class PlaitSubject:
     def __init__(self, spec: JobSpec, target: TuningTarget, *, compose: Compose, root: Path, folder: Path) -> None:
         """Raises `JobRefused` before anything is started, `JobBusy` if another process tunes the live service."""
         config = target_config(target, live=bool(target.live))
-        prepared = prepare(spec, config)
+        self.scenarios, self.guard = prepare(spec, config)
         self._application: Clone | LiveServer
         self.log_path = folder / "clone.log"
         if target.live:
             self._application = _attached(compose, root, config)
-            prepared = prepare(spec, self._application.original)
+            config = self._application.original
+            self.scenarios, self.guard = prepare(spec, config)
         else:
             self._application = Clone(compose, root=root, log_path=self.log_path, say=_log.info)
             try:
@@ -47,9 +48,8 @@ class PlaitSubject:
             except BaseException:
                 self._application.close()
                 raise
-        self._spec, self._base = spec, prepared.config
-        self.scenarios, self.guard = prepared.scenarios, prepared.guard
-        self.name, self.features = _named(prepared.config, target.app)
+        self.spec, self._base = spec, config
+        self.name, self.features = _named(config, target.app)
         self.costs = known_costs(spec, lambda cell: reserved(self._with(cell)))
 
     @property
@@ -69,9 +69,8 @@ class PlaitSubject:
 
     def after_failure(self) -> None:
         """Restore a live service, which never keeps a harmful configuration; a clone is recreated by the next trial."""
-        if isinstance(self._application, LiveServer):
-            self._application.restore()
-        else:
+        self.restore()
+        if isinstance(self._application, Clone):
             self._application.running.config = None
 
     def keep(self, config: Config) -> None:
@@ -89,7 +88,7 @@ class PlaitSubject:
         self._application.close()
 
     def _with(self, config: Config) -> PlaitConfig:
-        return apply_knobs(self._base, self._spec.settings(config))
+        return apply_knobs(self._base, self.spec.settings(config))
 
 
 def _attached(compose: Compose, root: Path, config: PlaitConfig) -> LiveServer:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import base64
 import io
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
+import httpx2
 import numpy as np
 import numpy.typing as npt
 
@@ -35,8 +34,6 @@ _PROBES = 4
 
 _TIMEOUT_S = 120.0
 _FILE = "default-answers.npz"
-DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks a service that is measured: through a proxy it would be another way than the load's, or none."""
 _HEADER_LENGTH = "inference-header-content-length"
 
 Answers: TypeAlias = dict[str, npt.NDArray[np.float32]]
@@ -74,37 +71,36 @@ def _asked(scenario: Scenario) -> Answers:
     found: dict[str, npt.NDArray[np.float32]] = {}
     for index in range(_PROBES):
         request = mix.build(index)
-        head, body = _ask(scenario, request.path, request)
-        parts = _images(scenario, body) if scenario.target.api == "images" else _scores(head, body)
+        answer = _ask(scenario, request.path, request)
+        parts = _images(scenario, answer) if scenario.target.api == "images" else _scores(answer)
         found |= {f"{scenario.name}-{index}-{name}": values for name, values in parts.items()}
     return found
 
 
-def _ask(scenario: Scenario, path: str, request: PreparedRequest | None = None) -> tuple[Mapping[str, str], bytes]:
-    asked = urllib.request.Request(f"{scenario.target.url}{path}", headers=dict(scenario.target.headers))  # noqa: S310 - ours
-    if request is not None:
-        asked.data, asked.method = request.body, request.method
-        for name, value in request.headers:
-            asked.add_header(name, value)
+def _ask(scenario: Scenario, path: str, request: PreparedRequest | None = None) -> httpx2.Response:
+    """Return an answer. Through a proxy it would be another way than the load's, or none."""
+    target, more = scenario.target, {} if request is None else dict(request.headers)
+    method, body = ("GET", None) if request is None else (request.method, request.body)
+    headers = {**target.headers, **more}
     try:
-        with DIRECTLY.open(asked, timeout=_TIMEOUT_S) as answer:
-            return {name.lower(): value for name, value in answer.headers.items()}, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            detail = error.read(300).decode(errors="replace")
-        raise NoAnswer(f"a probe was answered with {error.code}: {detail}") from error
-    except OSError as error:
+        answer = httpx2.request(
+            method, f"{target.url}{path}", content=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+        )
+    except httpx2.HTTPError as error:
         raise NoAnswer(f"a probe was not answered: {error}") from error
+    if not answer.is_success:
+        raise NoAnswer(f"a probe was answered with {answer.status_code}: {answer.text[:300]}")
+    return answer
 
 
-def _images(scenario: Scenario, body: bytes) -> dict[str, npt.NDArray[np.float32]]:
+def _images(scenario: Scenario, answer: httpx2.Response) -> dict[str, npt.NDArray[np.float32]]:
     """Return the channels of each image, 0 to 1: (height, width, 3). Where an answer has an address, which may be the
     one that clients elsewhere see, the image is fetched from the service that is measured."""
     from PIL import Image
 
     images = [
-        base64.b64decode(entry["b64_json"]) if "b64_json" in entry else _ask(scenario, urlsplit(entry["url"]).path)[1]
-        for entry in json.loads(body)["data"]
+        base64.b64decode(it["b64_json"]) if "b64_json" in it else _ask(scenario, urlsplit(it["url"]).path).content
+        for it in answer.json()["data"]
     ]
     return {
         f"picture-{i}": np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.float32) / 255.0
@@ -112,9 +108,10 @@ def _images(scenario: Scenario, body: bytes) -> dict[str, npt.NDArray[np.float32
     }
 
 
-def _scores(head: Mapping[str, str], body: bytes) -> dict[str, npt.NDArray[np.float32]]:
+def _scores(answer: httpx2.Response) -> dict[str, npt.NDArray[np.float32]]:
     """Return each output as one row, from JSON or from JSON followed by binary FP32 tensors."""
-    end = int(head.get(_HEADER_LENGTH, len(body)))
+    body = answer.content
+    end = int(answer.headers.get(_HEADER_LENGTH, len(body)))
     found = {}
     for output in json.loads(body[:end])["outputs"]:
         nbytes = output.get("parameters", {}).get("binary_data_size")

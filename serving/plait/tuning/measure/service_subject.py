@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import time
-import urllib.error
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import httpx2
 
 from plait.errors import PlaitError, StateError
 from plait.server import processes
@@ -23,7 +23,7 @@ from plait.tuning.forms import as_argv, as_environment, as_file
 from plait.tuning.measure.application import Applied, NotReady, RefusedStart
 from plait.tuning.measure.checks import METRICS, check_metrics, scenarios_of
 from plait.tuning.measure.cost import ReservedResources, known_costs
-from plait.tuning.measure.quality import DIRECTLY, QUALITY_DRIFT
+from plait.tuning.measure.quality import QUALITY_DRIFT
 from plait_autoconfig.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.runner import last_lines
 from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget
@@ -49,11 +49,14 @@ class ServiceSubject:
 
     def __init__(self, spec: JobSpec, target: ServiceTarget, *, root: Path, folder: Path) -> None:
         """Raises `JobRefused` before anything is started, `JobBusy` if another plait is on the port."""
-        self._spec, self._target = spec, target
+        self.spec, self._target = spec, target
+        self._program = target.command or target.apply
         self.name, self.log_path = spec.name, folder / "service.log"
         self._written = folder / f"configuration-{os.getpid()}{Path(target.file or '').suffix}"  # one for each worker
         self._changed = folder / "changed"  # as long as the hook has set anything but the reference
         self._run_id = secrets.token_hex(8)
+        closing = {"connection": "close"}  # it may answer one connection at a time
+        self._client = httpx2.Client(timeout=_ANSWER_S, headers=closing, trust_env=False, follow_redirects=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._config: Config | None = None
         self._state: PortState | None = None
@@ -121,16 +124,14 @@ class ServiceSubject:
             self._process = self._start(config)
         while True:
             problem = self._problem()
-            code = None if self._process is None else self._process.poll()
-            if code is not None:  # even if somebody else answers there
-                raise RefusedStart(self._ended(code))
+            if self._process is not None and (code := self._process.poll()) is not None:
+                raise RefusedStart(self._ended(code))  # even if somebody else answers there
             if not problem:
-                break
+                self._config = config
+                return Applied(restarted=("service",) if self._target.command else (), done="service ready")
             if time.monotonic() >= until_s:
                 raise NotReady(f"not ready after {limit_s:.0f} s: {problem}")
             time.sleep(_ASK_S)
-        self._config = config
-        return Applied(restarted=("service",) if self._target.command else (), done="service ready")
 
     def after_failure(self) -> None:
         """Trust nothing that runs: the next trial starts or sets it again."""
@@ -142,12 +143,13 @@ class ServiceSubject:
     def restore(self) -> None:
         """Have the hook set the reference again, if it set anything else."""
         if self._changed.exists():
-            self.apply(self._spec.default, limit_s=self._spec.start_limit_s)
+            self.apply(self.spec.default, limit_s=self.spec.start_limit_s)
             self._changed.unlink()
 
     def close(self) -> None:
         """End what the command started."""
         left = self._end()
+        self._client.close()
         self._written.unlink(missing_ok=True)
         state, self._state = self._state, None
         if state is not None:
@@ -161,14 +163,14 @@ class ServiceSubject:
 
     def _check(self) -> None:
         """Refuse what cannot be measured. Raises `JobRefused`."""
-        check_metrics(self._spec, METRICS - self.unseen - {QUALITY_DRIFT})
-        program = (self._target.command or self._target.apply)[0]
+        check_metrics(self.spec, METRICS - self.unseen - {QUALITY_DRIFT})
+        program = self._program[0]
         if shutil.which(str(Path(self._target.folder, program)) if "/" in program else program) is None:
             field = "command" if self._target.command else "apply"
             raise JobRefused(f"target.{field}: there is no program {program!r}")
-        first = {name: knob.value_at(0) for name, knob in self._spec.space.by_name.items()}
+        first = {name: knob.value_at(0) for name, knob in self.spec.space.by_name.items()}
         try:
-            self._handed_over({**first, **self._spec.default})  # those that are inactive in the reference, too
+            self._handed_over({**first, **self.spec.default})  # those that are inactive in the reference, too
         except PlaitError as error:
             raise JobRefused(f"target: {error}") from error
 
@@ -178,27 +180,19 @@ class ServiceSubject:
             state = PortState.claim(root, port)
         except StateError as error:
             raise JobBusy(f"target.ready: {error}") from error
-        state.write(
-            RunRecord(
-                run_id=self._run_id,
-                boot_id=processes.boot_id(),
-                command=processes.me(),
-                url=self.url,
-                address="local",
-                ray_folder="",  # without a Ray, but with processes of ours to end
-            )
-        )
+        # Without a Ray, but with processes of ours to end.
+        state.write(RunRecord(run_id=self._run_id, url=self.url, ray_folder=""))
         return state
 
     # ---- while trials run --------------------------------------------------------------------------------------------
 
     def _reserved_by(self, config: Config) -> ReservedResources:
-        found = {name: None if each is None else each.value(config) for name, each in self._spec.reserved_by.items()}
-        return ReservedResources(cores=found["cores"] or 0.0, gpus=found["gpus"] or 0.0, memory_gib=found["memory_gib"])
+        reserves = self.spec.reserved_by.items()
+        return ReservedResources(**{name: each.value(config) for name, each in reserves if each is not None})
 
     def _handed_over(self, config: Config) -> tuple[list[str], dict[str, str]]:
         """Return the arguments and the variables that a configuration adds; write the file that has it."""
-        settings = self._spec.settings(config)
+        settings = self.spec.settings(config)
         if self._target.knobs == "argv":
             return list(as_argv(settings)), {}
         if self._target.knobs == "env":
@@ -209,26 +203,22 @@ class ServiceSubject:
     def _start(self, config: Config) -> subprocess.Popen[bytes]:
         """Start the command, or the hook, which outlives a measuring process that is killed. Raises `RefusedStart`."""
         more, variables = self._handed_over(config)
-        command = [*map(self._filled, self._target.command or self._target.apply), *more]
+        command = [*map(self._filled, self._program), *more]
         if self._target.command:
             variables[processes.RUN_ID_VARIABLE] = self._run_id
+        env, own_session = {**os.environ, **variables}, bool(self._target.apply)
         try:
             with self.log_path.open("ab") as log:
                 self._logged_bytes = log.tell()
                 return subprocess.Popen(
-                    command,
-                    cwd=self._target.folder,
-                    env={**os.environ, **variables},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=bool(self._target.apply),
-                )
+                    command, cwd=self._target.folder, env=env, start_new_session=own_session,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                )  # fmt: skip
         except OSError as error:
             raise RefusedStart(f"{command[0]}: {error}") from error
 
     def _run_hook(self, config: Config, *, limit_s: float) -> None:
-        if config != self._spec.default:
+        if config != self.spec.default:
             self._changed.touch()
         hook = self._start(config)
         try:
@@ -242,7 +232,7 @@ class ServiceSubject:
 
     def _ended(self, code: int) -> str:
         said = last_lines(self.log_path, self._logged_bytes)
-        return f"{(self._target.command or self._target.apply)[0]} ended with code {code}{f': {said}' if said else ''}"
+        return f"{self._program[0]} ended with code {code}{f': {said}' if said else ''}"
 
     def _problem(self) -> str:
         """Return why the service takes no requests yet; empty if it does."""
@@ -250,13 +240,10 @@ class ServiceSubject:
             return ""
         url = self._filled(self._target.ready)
         try:
-            DIRECTLY.open(url, timeout=_ANSWER_S).close()
-        except urllib.error.HTTPError as error:
-            with error:
-                return f"{url} answers {error.code}"
-        except (OSError, http.client.HTTPException) as error:
+            answer = self._client.get(url)
+        except httpx2.HTTPError as error:
             return f"{url}: {error}"
-        return ""
+        return "" if answer.is_success else f"{url} answers {answer.status_code}"
 
     def _end(self) -> tuple[processes.ProcessId, ...]:
         """End the processes of the command, and return those that survived."""
@@ -264,9 +251,8 @@ class ServiceSubject:
         if process is None:
             return ()
         main = processes.identify(process.pid)
-        left = processes.end(
-            processes.members(self._run_id, process.pid) | ({main} if main else set()), grace_s=_STOP_S
-        )
+        found = processes.members(self._run_id, process.pid) | ({main} if main else set())
+        left = processes.end(found, grace_s=_STOP_S)
         process.poll()
         return left
 

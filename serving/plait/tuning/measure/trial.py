@@ -4,141 +4,108 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from plait.tuning.measure.application import RunningApplication
 from plait.tuning.measure.cost import cost_metrics
+from plait.tuning.measure.early_stop import Guard
 from plait.tuning.measure.failures import Evidence, of_load
 from plait.tuning.measure.load import LoadResult, Watch, joined, look_s, rate_of, run_given, run_search
+from plait.tuning.measure.plait_subject import PlaitSubject
 from plait.tuning.measure.service_subject import ServiceSubject
 from plait_autoconfig.jobs.exit_status import count_oom_kills
-from plait_autoconfig.jobs.measurer import Samples
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Samples, Say
 from plait_autoconfig.jobs.promised_rate import SLO_MET
-from plait_autoconfig.jobs.spec import Prices
-from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S, Goal, Limit
+from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S
 from plait_autoconfig.trial_load import surely_loses
 from plait_autoconfig.values import TrialOutcome
 from plait_loadtest.mix.images import DEFAULT_PATH
 from plait_loadtest.report.outputs import Outputs
 from plait_loadtest.scenario import ImageClass, MixClass, RawClass, Scenario
 from plait_loadtest.session import FinishedRun, at_rate
-from plait_loadtest.values import RunProgress, StopWhen
+from plait_loadtest.values import OnProgress, RunProgress, StopWhen
 
 _GIB = 1 << 30
 _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment", SLO_MET})
 
 
-Running: TypeAlias = RunningApplication | ServiceSubject
-"""What takes the load. Processes of `pids` whose name is in `may_end` may end; `reserved` is what it is priced by."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """The load to run: scenarios without an address, each at its rate or, if `search`, in search of the highest one.
-
-    `goal`: the only one of the job, if there is one; `to_beat`: its metric for the best configuration so far, None if
-    this measurement is to be complete; `limits`: the job's; `expected_per_s`: the goodput that similar configurations
-    reached, 0 if unknown; `rate_per_s`: the rate of all scenarios, in place of their own, if it is not 0.
-    """
-
-    scenarios: tuple[Scenario, ...]
-    search: bool
-    seed: int
-    limit_s: float
-    prices: Prices
-    goal: Goal | None = None
-    to_beat: float | None = None
-    limits: tuple[Limit, ...] = ()
-    expected_per_s: float = 0.0
-    rate_per_s: float = 0.0
-    guard: Callable[[], StopWhen] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialMetrics:
-    """The results of a trial. `load_s`: how long requests were sent and awaited."""
-
-    outcome: TrialOutcome
-    load_s: float
-    samples: Samples
-    notes: tuple[str, ...]
-    artefacts: tuple[str, ...]
-    guard_breached: bool = False
+Subject: TypeAlias = PlaitSubject | ServiceSubject
+"""What is tuned: brings a configuration into force, says what runs, and gives back what it found."""
 
 
 def run_loads(
-    running: Running,
-    plan: LoadPlan,
-    *,
-    folder: Path,
-    log_path: Path | None,
-    say: Callable[[str], None],
-    known: Mapping[str, float],
-) -> TrialMetrics:
-    """Run the load and judge it. `log_path`: where the replicas write; `known`: metrics that are already known.
+    subject: Subject, task: MeasurementTask, *, limit_s: float, say: Say, known: Mapping[str, float]
+) -> Measured:
+    """Run the load of a task on what runs and judge it; its note says what was decided on the way. `known`: metrics
+    that are already known.
 
     Raises `ScenarioError`.
     """
-    before, kills, said_bytes = running.pids(), count_oom_kills(), _size(log_path)
-    loading = _TrialLoads(running, plan, say, tuple(before))
-    loads = loading.searched() if plan.search else loading.offered() if plan.rate_per_s else loading.given()
+    log_path = subject.log_path
+    said_bytes = log_path.stat().st_size if log_path.exists() else 0
+    before, kills = subject.running.pids(), count_oom_kills()
+    loading = _TrialLoads(subject, task, limit_s=limit_s, say=say, pids=tuple(before))
+    searches = subject.spec.is_capacity_search and not task.rate_per_s
+    loads = loading.searched() if searches else loading.offered() if task.rate_per_s else loading.given()
     evidence = Evidence(
-        died=_died(running, before), oom_kills=count_oom_kills() - kills, log=_read_from(log_path, said_bytes)
+        died=_died(subject.running, before), oom_kills=count_oom_kills() - kills, log=_read_from(log_path, said_bytes)
     )
-    breached = bool(loading.breached)
-    failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=breached))), None)
+    failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=bool(loading.breached)))), None)
     sessions = [session for load in loads for session in load.sessions]
-    return TrialMetrics(
+    return Measured(
         outcome=failed or TrialOutcome(metrics={**known, **loading.metrics(loads)}),
         load_s=sum(session.result.wall_s for session in sessions),
         samples=_samples(loads),
-        notes=(*loading.notes, *(note for load in loads for note in load.notes)),
-        artefacts=_written(sessions, folder),
-        guard_breached=breached,
+        artefacts=_written(sessions, task.folder),
+        note="; ".join((*loading.notes, *(note for load in loads for note in load.notes))),
     )
 
 
 class _TrialLoads:
-    """The loads of one trial. `breached`: why a guard broke in; `notes`: what was decided on the way."""
+    """The loads of one trial: scenarios without an address, each at its rate, at the task's, or in search of the
+    highest one. `breached`: why a guard broke in; `notes`: what was decided on the way."""
 
-    def __init__(self, running: Running, plan: LoadPlan, say: Callable[[str], None], pids: tuple[int, ...]) -> None:
-        self._running, self._plan, self._say, self._pids = running, plan, say, pids
-        self._reserved = running.reserved
-        self._started_s = time.monotonic()
+    def __init__(
+        self, subject: Subject, task: MeasurementTask, *, limit_s: float, say: Say, pids: tuple[int, ...]
+    ) -> None:
+        self._subject, self._spec, self._task, self._say, self._pids = subject, subject.spec, task, say, pids
+        goals = subject.spec.goal.goals
+        self._goal = goals[0] if len(goals) == 1 else None
+        self._reserved = subject.running.reserved
+        self._until_s = time.monotonic() + limit_s
         self.breached: list[str] = []
         self.notes: list[str] = []
 
     def searched(self) -> list[LoadResult]:
         """Search for the highest rate of each scenario."""
-        plan = self._plan
         search = partial(
-            run_search, expected_per_s=plan.expected_per_s, needed=self._needed, limits=plan.limits,
-            whole=plan.to_beat is None,
+            run_search, expected_per_s=self._task.expected_per_s, needed=self._needed, limits=self._spec.goal.limits,
+            whole=self._task.to_beat is None,
         )  # fmt: skip
         return self._each(search)
 
     def given(self) -> list[LoadResult]:
         """Run each scenario at its rate: first a short look, and the rest unless the look surely loses."""
-        plan = self._plan
-        if plan.to_beat is None or plan.goal is None or not all(map(_is_divisible, plan.scenarios)):
+        goal, to_beat = self._goal, self._task.to_beat
+        if to_beat is None or goal is None or not all(map(_is_divisible, self._subject.scenarios)):
             return self._each(run_given)
         looks = self._each(lambda scenario, watch: run_given(_part(scenario, first=True), watch))
-        seen = self.metrics(looks).get(plan.goal.metric)
+        seen = self.metrics(looks).get(goal.metric)
         if self.breached or seen is None or any(look.ended_early for look in looks):
             return looks
-        if surely_loses(plan.goal, seen, plan.to_beat):
-            self.notes.append(f"short: {plan.goal.metric} {seen:.4g} will not beat the best's {plan.to_beat:.4g}")
+        if surely_loses(goal, seen, to_beat):
+            self.notes.append(f"short: {goal.metric} {seen:.4g} will not beat the best's {to_beat:.4g}")
             return looks
         rests = self._each(lambda scenario, watch: run_given(_part(scenario, first=False), watch))
         return [joined(look, rest) for look, rest in zip(looks, rests, strict=False)]
 
     def offered(self) -> list[LoadResult]:
-        """Run each scenario at the rate of the plan, and say whether its SLO held."""
+        """Run each scenario at the rate of the task, and say whether its SLO held."""
         loads = self._each(
-            lambda scenario, watch: run_given(at_rate(scenario, self._plan.rate_per_s, scenario.duration_s), watch)
+            lambda scenario, watch: run_given(at_rate(scenario, self._task.rate_per_s, scenario.duration_s), watch)
         )
         held = all(
             not load.ended_early and session.summary.total.slo_met for load in loads for session in load.sessions
@@ -148,36 +115,36 @@ class _TrialLoads:
         ]
 
     def metrics(self, loads: Sequence[LoadResult]) -> dict[str, float]:
-        """Return the metrics of all scenarios together, and what they cost."""
-        samples = _samples(loads)
-        found = worst_metrics([load.metrics for load in loads]) | cost_metrics(
-            self._plan.prices,
-            self._reserved,
-            used_cores=samples.cpu_cores,
-            memory_gib=samples.memory_bytes / _GIB,
-        )
-        return _with_ratio(found)
+        """Return the metrics of all scenarios together, what they cost, and how many responses in time one unit of
+        money buys."""
+        samples, prices = _samples(loads), self._spec.prices
+        memory_gib = samples.memory_bytes / _GIB
+        found = worst_metrics([load.metrics for load in loads])
+        found |= cost_metrics(prices, self._reserved, used_cores=samples.cpu_cores, memory_gib=memory_gib)
+        if GOODPUT_PER_S in found and found[COST_PER_HOUR] > 0:
+            found["goodput_per_cost"] = found[GOODPUT_PER_S] * 3600.0 / found[COST_PER_HOUR]
+        return found
 
     def _needed(self, load: LoadResult) -> float:
         """Return the goodput with which this configuration would tie with the best one; 0 if that is unknown."""
-        plan = self._plan
-        if plan.to_beat is None or plan.goal is None or plan.goal.direction != "max":
+        goal, to_beat = self._goal, self._task.to_beat
+        if to_beat is None or goal is None or goal.direction != "max":
             return 0.0
-        if plan.goal.metric == GOODPUT_PER_S:
-            return plan.to_beat
-        return plan.to_beat * self.metrics([load])[COST_PER_HOUR] / 3600.0 if plan.goal.has_cost else 0.0
+        if goal.metric == GOODPUT_PER_S:
+            return to_beat
+        return to_beat * self.metrics([load])[COST_PER_HOUR] / 3600.0 if goal.has_cost else 0.0
 
     def _each(self, run: Callable[[Scenario, Watch], LoadResult]) -> list[LoadResult]:
-        plan, loads = self._plan, list[LoadResult]()
-        for scenario in plan.scenarios:
-            there = with_address(scenario, self._running.url, self._running.prefix)
+        running, guard, loads = self._subject.running, self._subject.guard, list[LoadResult]()
+        for scenario in self._subject.scenarios:
+            there = with_address(scenario, running.url, running.prefix)
             watch = Watch(
-                show=_ProgressTicker(there, self._say),
-                stop=() if plan.guard is None else (_noted(plan.guard(), self.breached),),
-                limit_s=plan.limit_s - (time.monotonic() - self._started_s),
+                show=_ticker(there, self._say),
+                stop=() if guard is None else (_noted(Guard(guard), self.breached),),
+                limit_s=self._until_s - time.monotonic(),
                 pids=self._pids,
             )
-            loads.append(run(there.model_copy(update={"seed": plan.seed}), watch))
+            loads.append(run(there.model_copy(update={"seed": self._task.seed}), watch))
             if self.breached:
                 break
         return loads
@@ -236,15 +203,7 @@ def worst_metrics(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: (min if name in _HIGHER_IS_BETTER else max)(each[name] for each in of) for name in names}
 
 
-def _with_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Add how many responses in time one unit of money buys."""
-    cost = metrics["cost_per_hour"]
-    if cost <= 0 or "goodput_per_s" not in metrics:
-        return dict(metrics)
-    return {**metrics, "goodput_per_cost": metrics["goodput_per_s"] * 3600.0 / cost}
-
-
-def _died(running: Running, before: Mapping[int, str]) -> tuple[str, ...]:
+def _died(running: RunningApplication | ServiceSubject, before: Mapping[int, str]) -> tuple[str, ...]:
     """Return the deployments of processes that have ended."""
     there, may_end = running.pids(), running.may_end
     return tuple(name for pid, name in before.items() if pid not in there and name not in may_end)
@@ -268,28 +227,22 @@ def _noted(guard: StopWhen, breached: list[str]) -> StopWhen:
     return watched
 
 
-class _ProgressTicker:
-    """Reports the progress of the load once a second."""
+def _ticker(scenario: Scenario, say: Say) -> OnProgress:
+    """Return what reports the progress of the load once a second."""
+    total_s, reported_s = scenario.warm_up_s + scenario.duration_s, -1.0
 
-    def __init__(self, scenario: Scenario, say: Callable[[str], None]) -> None:
-        self._total_s = scenario.warm_up_s + scenario.duration_s
-        self._say = say
-        self._reported_s = -1.0
-
-    def __call__(self, progress: RunProgress) -> None:
-        """Report the progress if a second has passed since the last report."""
-        if progress.elapsed_s - self._reported_s >= 1.0:
-            self._reported_s = progress.elapsed_s
+    def show(progress: RunProgress) -> None:
+        nonlocal reported_s
+        if progress.elapsed_s - reported_s >= 1.0:
+            reported_s = progress.elapsed_s
             p95 = "" if progress.recent_p95_ms is None else f", p95 now {progress.recent_p95_ms:.0f} ms"
-            self._say(f"load, {max(progress.elapsed_s, 0.0):.0f} of {self._total_s:.0f} s{p95}")
+            say(f"load, {max(progress.elapsed_s, 0.0):.0f} of {total_s:.0f} s{p95}")
+
+    return show
 
 
-def _size(path: Path | None) -> int:
-    return path.stat().st_size if path is not None and path.exists() else 0
-
-
-def _read_from(path: Path | None, offset: int) -> str:
-    if path is None or not path.exists():
+def _read_from(path: Path, offset: int) -> str:
+    if not path.exists():
         return ""
     with path.open("rb") as file:
         file.seek(offset)

@@ -1,24 +1,22 @@
-"""What the replicas of an application use: processor time, memory, GPU memory. All code that reads `/proc` for it.
+"""What the replicas of an application use: processor time, memory, GPU memory.
 
-Serve names its processes `ray::ServeReplica:APP:DEPLOYMENT`; `/proc/PID/smaps_rollup` gives the proportional set
-size, in which memory that processes share (tables mapped by several workers) counts once.
+Serve names its processes `ray::ServeReplica:APP:DEPLOYMENT`. Memory is the proportional set size: what processes share
+(tables mapped by several workers) counts once.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
+
+import psutil
 
 from plait.server import processes
 
-_PROC = Path("/proc")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PERIOD_S = 0.5
 
 
@@ -33,12 +31,11 @@ class ResourceUsage:
 
 def replica_pids(app: str, *, run_id: str | None = None) -> dict[int, str]:
     """Return the replicas of an application on this machine: pid to deployment. `run_id`: only those of this run."""
-    prefix = f"ray::ServeReplica:{app}:"
-    found = {}
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit() and (title := _title(entry)).startswith(prefix):
-            deployment = title.removeprefix(prefix).split(".")[0].split()[0]
-            found[int(entry.name)] = deployment
+    prefix, found = f"ray::ServeReplica:{app}:", dict[int, str]()
+    for process in psutil.process_iter(["cmdline"]):
+        title = " ".join(process.info["cmdline"] or ()).strip()
+        if title.startswith(prefix):
+            found[process.pid] = title.removeprefix(prefix).split(".")[0].split()[0]
     if run_id is None:
         return found
     members = {process.pid for process in processes.members(run_id)}
@@ -97,30 +94,17 @@ def gpu_memory_bytes(pids: Iterable[int]) -> int:
     )
 
 
-def _title(entry: Path) -> str:
-    try:
-        return (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _cpu_s(pid: int) -> float:
     try:
-        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime and stime, proc(5)
+    return float(times.user + times.system)
 
 
 def pss_bytes(pid: int) -> int:
     """Return the proportional set size of a process; 0 if there is none."""
-    return _counter(_PROC / str(pid) / "smaps_rollup", "Pss:") * 1024
-
-
-def _counter(path: Path, name: str) -> int:
-    """Return the number after `name` at the start of a line; 0 if there is none."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
+        return int(psutil.Process(pid).memory_full_info().pss)
+    except psutil.Error:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)

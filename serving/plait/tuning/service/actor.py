@@ -69,55 +69,15 @@ class ActorTuningService:
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
         """Call `TuningJobQueue.submit` in the actor. The token makes a repeated call harmless."""
-        await self._call("configure", self._settings())
-        return dict(await self._call("submit", text, tenant, secrets.token_hex(4)))
+        await self.call("configure", self._settings())
+        return dict(await self.call("submit", text, tenant, secrets.token_hex(4)))
 
-    async def jobs(self) -> list[dict[str, Any]]:
-        """Call `TuningJobQueue.jobs` in the actor."""
-        return list(await self._call("jobs"))
-
-    async def job(self, job_id: str) -> dict[str, Any]:
-        """Call `TuningJobQueue.job` in the actor."""
-        return dict(await self._call("job", job_id))
-
-    async def cancel(self, job_id: str) -> dict[str, Any]:
-        """Call `TuningJobQueue.cancel` in the actor."""
-        return dict(await self._call("cancel", job_id))
-
-    async def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """Call `TuningJobQueue.since` in the actor."""
-        return dict(await self._call("since", job_id, known))
-
-    async def report(self, job_id: str) -> str:
-        """Call `TuningJobQueue.report` in the actor."""
-        return str(await self._call("report", job_id))
-
-    def _found(self) -> Any:
-        settings = self._settings()
-        digest = hashlib.sha256(str(settings.folder).encode()).hexdigest()[:12]
-        actor = (
-            ray.remote(TuningActor)
-            .options(
-                name=f"plait-tuning-{digest}",
-                namespace=_NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                max_task_retries=-1,  # every method may be called twice
-                max_concurrency=16,
-                num_cpus=0,
-            )
-            .remote(settings, self._runner)
-        )
-        actor.call.remote("configure", settings)  # it may be older than this replica
-        return actor
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor, waiting while Ray restarts it; start another if it had ended. Raises `JobQueueError`,
-        `ApiError`."""
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call the actor, waiting while Ray restarts it; start another if it had ended. Raises `JobQueueError`, or
+        another `ApiError`."""
         for _ in range(2):
             try:
-                return await asyncio.wait_for(self._answer(method, *arguments), _LONGEST_CALL_S)
+                return await asyncio.wait_for(self._actor.call.remote(method, *arguments), _LONGEST_CALL_S)
             except RayTaskError as error:
                 if isinstance(error.cause, JobQueueError):
                     raise error.cause from error
@@ -129,5 +89,12 @@ class ActorTuningService:
         message = f"the tuner did not answer within {_LONGEST_CALL_S:g} s"
         raise ApiError(503, message, code="tuner_unavailable", kind="server_error", headers={"retry-after": "5"})
 
-    async def _answer(self, method: str, *arguments: Any) -> Any:
-        return await self._actor.call.remote(method, *arguments)
+    def _found(self) -> Any:
+        settings = self._settings()
+        digest = hashlib.sha256(str(settings.folder).encode()).hexdigest()[:12]
+        named = {"name": f"plait-tuning-{digest}", "namespace": _NAMESPACE, "get_if_exists": True}
+        retries = {"max_restarts": -1, "max_task_retries": -1}  # every method may be called twice
+        options = {**named, **retries, "lifetime": "detached", "max_concurrency": 16, "num_cpus": 0}
+        actor = ray.remote(TuningActor).options(**options).remote(settings, self._runner)
+        actor.call.remote("configure", settings)  # it may be older than this replica
+        return actor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 import yaml
@@ -19,7 +19,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from plait.config import TuningSection
 from plait.server.state import state_root
-from plait.tuning.service.errors import Conflict, InvalidJob, JobQueueError, NoSuchJob, TooMany, Unreadable
 from plait_report.page import POLICY
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge import sse
@@ -31,106 +30,56 @@ MAX_JOB_BYTES = 1 << 20
 _TYPES = ("application/json", "application/yaml", "application/x-yaml", "text/yaml")
 """Content types that another site's web page cannot send without a preflight request."""
 
-_ANSWERS: dict[type[JobQueueError], tuple[int, str, dict[str, str]]] = {
-    NoSuchJob: (404, "job_not_found", {}),
-    InvalidJob: (400, "invalid_job", {}),
-    Conflict: (409, "job_is_over", {"x-should-retry": "false"}),
-    Unreadable: (500, "job_unreadable", {"x-should-retry": "false"}),
-    TooMany: (429, "too_many_jobs", {"retry-after": "60"}),
-}
-
 Admin = Annotated[Principal, Depends(require_admin)]
 
 
 class TuningService(Protocol):
-    """The service behind the routes; its methods are those of `TuningJobQueue`. Raises `JobQueueError`, or an
-    `ApiError` if it cannot be reached."""
+    """The service behind the routes. Raises `JobQueueError`, or another `ApiError` if it cannot be reached."""
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
         """Accept a job."""
 
-    async def jobs(self) -> list[dict[str, Any]]:
-        """Return all jobs, newest first."""
-
-    async def job(self, job_id: str) -> dict[str, Any]:
-        """Return one job with its whole state."""
-
-    async def cancel(self, job_id: str) -> dict[str, Any]:
-        """Cancel a job."""
-
-    async def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """Return what is new since the first `known` measurements."""
-
-    async def report(self, job_id: str) -> str:
-        """Return the report as HTML."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Translated:
-    """An `async with` block that turns errors of the job queue into HTTP errors."""
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, JobQueueError):
-            status, code, headers = _ANSWERS[type(error)]
-            raise ApiError(status, str(error), code=code, param=error.param, headers=headers) from error
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `TuningJobQueue`."""
 
 
 def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
     """Return the router. `poll_s`: how often an event stream checks for news."""
-    router = APIRouter(
-        prefix="/v1/tuning/jobs",
-        tags=["tuning"],
-        dependencies=[Depends(require_admin)],
-    )
-    answers = _Translated()
+    router = APIRouter(prefix="/v1/tuning/jobs", tags=["tuning"], dependencies=[Depends(require_admin)])
 
     @router.post("", summary="Start a tuning job", status_code=202, openapi_extra=_BODY)
     async def submit(request: Request, admin: Admin) -> JSONResponse:
         """Submit a job and return at once; jobs run one after the other."""
-        text = await _job_text(request)
-        async with answers:
-            job = await service.submit(text, admin.tenant)
+        job = await service.submit(await _job_text(request), admin.tenant)
         return JSONResponse(job, status_code=202, headers={"location": f"/v1/tuning/jobs/{job['id']}"})
 
     @router.get("", summary="The tuning jobs")
     async def jobs() -> dict[str, Any]:
         """List all jobs, newest first."""
-        return {"object": "list", "data": await service.jobs()}
+        return {"object": "list", "data": await service.call("jobs")}
 
     @router.get("/{job_id}", summary="One tuning job")
     async def job(job_id: str) -> dict[str, Any]:
         """Return one job; `state` has every measurement."""
-        async with answers:
-            return await service.job(job_id)
+        return dict(await service.call("job", job_id))
 
     @router.post("/{job_id}/cancel", summary="Give a tuning job up")
     async def cancel(job_id: str) -> dict[str, Any]:
         """Cancel a job. Its running measurement is aborted; a live service gets its original configuration back."""
-        async with answers:
-            return await service.cancel(job_id)
+        return dict(await service.call("cancel", job_id))
 
     @router.get("/{job_id}/events", summary="Follow a tuning job", response_class=Response, responses={200: _EVENTS})
     async def events(job_id: str, request: Request, context: ContextDep) -> Response:
         """Stream server-sent events until the job is over; `last-event-id` resumes a broken connection."""
-        known = _known(request.headers.get("last-event-id"))
-        async with answers:
-            first = await service.since(job_id, known)
-
-        async def since(count: int) -> Mapping[str, Any]:
-            async with answers:
-                return await service.since(job_id, count)
-
+        since = partial(service.call, "since", job_id)
+        first = await since(known := _known(request.headers.get("last-event-id")))
         ping_s = context.settings.ping_interval_s
         return EventStream(job_events(since, known, poll_s=poll_s, ping_s=ping_s, first=first))
 
     @router.get("/{job_id}/report", summary="The report of a tuning job", response_class=HTMLResponse)
     async def report(job_id: str) -> HTMLResponse:
         """Return the report as one HTML page, even if the job is not over."""
-        async with answers:
-            page = await service.report(job_id)
+        page = await service.call("report", job_id)
         headers = {"content-security-policy": f"{POLICY}; frame-ancestors 'none'", "cache-control": "no-store"}
         return HTMLResponse(page, headers=headers)
 
@@ -191,10 +140,10 @@ _VOLATILE = ("used_s", "left_s")  # they change all the time; not worth an event
 
 
 async def job_events(
-    since: Since, known: int, *, poll_s: float, ping_s: float, first: Mapping[str, Any] | None = None
+    since: Since, known: int, *, poll_s: float, ping_s: float, first: Mapping[str, Any]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a job until it is over. `known`: how many measurements the client has; `first`: a result of
-    `since` that is already available. An error ends the stream and is its last event.
+    """Yield the events of a job until it is over. `known`: how many measurements the client has; `first`: what `since`
+    says of them. An error ends the stream and is its last event.
 
     `tuning_job.updated` (the job, whenever its summary changes), `tuning_job.measured` (a completed measurement; its
     event id is a running count, so a client that reconnects with `last-event-id` misses none and gets none twice),
@@ -202,12 +151,10 @@ async def job_events(
     """
     sent: Any = None
     progress: Any = None
-    silent_s = 0.0
+    silent_s, news = 0.0, first
     try:
         while True:
-            news = first or await since(known)
-            first, job = None, dict(news["job"])
-            chunks = []
+            job, chunks = news["job"], list[bytes]()
             for row in news["measured"]:
                 known += 1
                 chunks.append(f"id: {known}\n".encode("ascii") + sse.event(MEASURED, row))
@@ -226,6 +173,7 @@ async def job_events(
             if job["status"] in OVER:
                 return
             await asyncio.sleep(poll_s)
+            news = await since(known)
     except Exception as error:  # the status line is gone; the stream's last event tells what happened
         yield sse.error_event(wire_error(error).body)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from plait.tuning.service.job_view import write_progress
 from plait_autoconfig.jobs.measurer import MeasurerSource
@@ -29,24 +30,20 @@ class JobProcesses:
     """A `JobLauncher` that starts a process per job. `source`: the measurer, in tests; None: plait's own."""
 
     def __init__(self, *, environ: Mapping[str, str], source: MeasurerSource | None = None) -> None:
-        self._environ = {name: value for name, value in environ.items() if _is_ours(name)}
+        kept = (name for name in environ if name in _KEPT or not name.startswith(_RAYS_OWN))
+        self._environ = {name: environ[name] for name in kept}
         self._source = source
 
     def start(self, folder: Path, *, live: bool) -> JobProcess:
         """Start the job's process in a new session, with its output appended to `logs/process.log`."""
-        source = self._source or _own_source(live)
+        from plait.tuning.job.local_run import FACTORY
+
+        source = self._source or MeasurerSource(factory=FACTORY, arguments={"live": live})
+        command = [sys.executable, "-m", __name__, str(folder), source.factory, json.dumps(dict(source.arguments))]
         (folder / "logs").mkdir(exist_ok=True)
         with (folder / "logs" / "process.log").open("ab") as log:
-            return JobProcess(
-                subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(folder), source.factory, json.dumps(dict(source.arguments))],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=self._environ,
-                    start_new_session=True,
-                )
-            )
+            own: dict[str, Any] = {"stdout": log, "stderr": log, "env": self._environ, "start_new_session": True}
+            return JobProcess(subprocess.Popen(command, stdin=subprocess.PIPE, **own))
 
 
 class JobProcess:
@@ -90,16 +87,6 @@ def main(arguments: list[str]) -> int:
         _say(str(error))
         return 1
     return 0
-
-
-def _own_source(live: bool) -> MeasurerSource:
-    from plait.tuning.job.local_run import FACTORY
-
-    return MeasurerSource(factory=FACTORY, arguments={"live": live})
-
-
-def _is_ours(name: str) -> bool:
-    return name in _KEPT or not name.startswith(_RAYS_OWN)
 
 
 def _stopped() -> Callable[[], bool]:

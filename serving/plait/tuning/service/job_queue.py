@@ -8,22 +8,21 @@ where the last one died.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from plait.tuning.service.errors import Conflict, InvalidJob, NoSuchJob, TooMany, Unreadable
-from plait.tuning.service.job_view import job_summary, progress_of, unreadable_summary
+from plait.tuning.service.job_view import PROGRESS, job_summary, read_json, unreadable_summary, write_json
 from plait.tuning.service.untrusted import check_untrusted
 from plait_autoconfig.errors import JobRefused, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
@@ -88,8 +87,8 @@ class TuningJobQueue:
     def __init__(self, settings: JobQueueSettings, runner: JobLauncher) -> None:
         self._settings, self._runner = settings, runner
         self._lock = threading.RLock()
-        self._stores: dict[str, JobStore] = {}
-        self._states: dict[str, tuple[float, JobState]] = {}
+        self._store = lru_cache(_KEPT_OPEN)(lambda job_id: JobStore.open(settings.folder / job_id))
+        self._state_at = lru_cache(_KEPT_OPEN)(lambda job_id, _: read_state(self._store(job_id), now_s=time.time()))
         self._deaths: dict[str, tuple[int, int]] = {}  # by job: deaths in a row, measurements at the last one
         self._running: str | None = None
         settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -114,8 +113,8 @@ class TuningJobQueue:
                 raise TooMany(f"{MAX_WAITING} jobs are waiting already")
             ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(time.time(), 3))
             folder = self._settings.folder / job_id
-            self._stores[job_id] = JobStore.open_or_create(folder, spec, text)
-            _write(folder / "ticket.json", ticket)
+            JobStore.open_or_create(folder, spec, text)
+            write_json(folder / "ticket.json", ticket)
         return self._summary(ticket)
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -146,7 +145,7 @@ class TuningJobQueue:
         ticket, state = self._ticket(job_id), self._state(job_id)
         rows = state_to_json(state)["rows"]
         over = [row for row in rows if row["status"] != "running"]
-        progress = progress_of(self._settings.folder / job_id)
+        progress = read_json(self._settings.folder / job_id / PROGRESS)
         return {"job": self._summary(ticket), "measured": over[known:], "progress": progress}
 
     def report(self, job_id: str) -> str:
@@ -188,9 +187,7 @@ class TuningJobQueue:
             self._end(ticket, "failed", before.reason)
             return
         work = self._runner.start(folder, live=self._settings.live and bool(store.spec.target.live))
-        code: int | None = None
-        while code is None:
-            code = work.wait(_POLL_S)
+        while (code := work.wait(_POLL_S)) is None:
             if stop():
                 work.stop()
             if (folder / "cancel").exists() and not store.facts().cancelled:
@@ -236,10 +233,8 @@ class TuningJobQueue:
         """Return the tickets of all jobs, oldest first."""
         found = []
         for path in self._settings.folder.glob("*/ticket.json"):
-            try:
+            with suppress(OSError, ValidationError):  # not ours, or removed by hand in this moment
                 found.append(_TICKET.validate_json(path.read_bytes()))
-            except (OSError, ValidationError):
-                continue  # not ours, or removed by hand in this moment
         return sorted(found, key=lambda ticket: (ticket.created_s, ticket.id))
 
     def _open_tickets(self) -> list[_JobRecord]:
@@ -252,41 +247,20 @@ class TuningJobQueue:
         return _TICKET.validate_json(path.read_bytes())
 
     def _ended(self, job_id: str) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = json.loads((self._settings.folder / job_id / "ended.json").read_text("utf-8"))
-        except FileNotFoundError:
-            return None
-        return found
+        return read_json(self._settings.folder / job_id / "ended.json")
 
     def _end(self, ticket: _JobRecord, status: str, reason: str) -> None:
-        self._states.pop(ticket.id, None)
+        self._state_at.cache_clear()
         self._deaths.pop(ticket.id, None)
-        _write(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
-
-    def _store(self, job_id: str) -> JobStore:
-        with self._lock:
-            store = self._stores.pop(job_id, None) or JobStore.open(self._settings.folder / job_id)
-            self._stores[job_id] = store
-            if len(self._stores) > _KEPT_OPEN:
-                longest_ago = next(iter(self._stores))
-                del self._stores[longest_ago]
-                self._states.pop(longest_ago, None)
-            return store
+        write_json(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
 
     def _state(self, job_id: str) -> JobState:
-        with self._lock:
-            at_s, state = self._states.get(job_id, (0.0, None))
-            if state is None or time.time() - at_s > _FRESH_S:
-                with _readable(job_id):
-                    state = read_state(self._store(job_id), now_s=time.time())
-                    self._states[job_id] = (time.time(), state)
-            return state
+        with self._lock, _readable(job_id):
+            return self._state_at(job_id, int(time.time() / _FRESH_S))
 
     def _summary(self, ticket: _JobRecord) -> dict[str, Any]:
-        ended = self._ended(ticket.id)
-        if ended is not None:
-            return ended
-        return self._status_fields(ticket, "running" if self._running == ticket.id else "queued", "")
+        status = "running" if self._running == ticket.id else "queued"
+        return self._ended(ticket.id) or self._status_fields(ticket, status, "")
 
     def _status_fields(self, ticket: _JobRecord, status: str, reason: str) -> dict[str, Any]:
         try:
@@ -301,10 +275,3 @@ def _readable(job_id: str) -> Iterator[None]:
         yield
     except (TunerError, OSError, UnicodeDecodeError) as error:
         raise Unreadable(f"job {job_id} cannot be read: {' '.join(str(error).split())[:300]}") from error
-
-
-def _write(path: Path, content: Any) -> None:
-    """Write the file atomically."""
-    partial = path.with_name(f"{path.name}.new")
-    partial.write_bytes(to_json(content))
-    partial.replace(path)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.report.page import verdict
 
-_PROGRESS = "progress.json"
+PROGRESS = "progress.json"
 
 
 def job_summary(ticket: Mapping[str, Any], status: str, reason: str, state: JobState) -> dict[str, Any]:
@@ -52,15 +53,20 @@ def unreadable_summary(ticket: Mapping[str, Any], reason: str) -> dict[str, Any]
 
 def write_progress(folder: Path, event: JobEvent) -> None:
     """Write the current progress into the job's folder, replacing the previous one."""
-    partial = folder / f"{_PROGRESS}.new"
-    partial.write_text(json.dumps({"kind": event.kind, "text": event.text, "number": event.number}), encoding="utf-8")
-    partial.replace(folder / _PROGRESS)
+    write_json(folder / PROGRESS, {"kind": event.kind, "text": event.text, "number": event.number})
 
 
-def progress_of(folder: Path) -> dict[str, Any] | None:
-    """Return the latest progress from `write_progress`; None if there is none."""
+def write_json(path: Path, content: Any) -> None:
+    """Write a file of a job's folder atomically."""
+    partial = path.with_name(f"{path.name}.new")
+    partial.write_bytes(to_json(content))
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return what `write_json` wrote; None if there is none."""
     try:
-        found: dict[str, Any] = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+        found: dict[str, Any] = from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     return found

@@ -76,7 +76,7 @@ def test_a_library_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[s
     assert "2 times" in spec.reference.why
     assert [knob.values for knob in spec.knobs.values()] == [(1, 2, 9), (1, 4)]
     assert [len(each.space.cells()) for each in (spec, some)] == [6, 6]
-    assert prepare(spec, target_config(spec.target, live=False)).scenarios
+    assert prepare(spec, target_config(spec.target, live=False))[0]
     runs, said = past_runs(some, ())
     assert next(len(run.trials) for run in runs) == 7
     assert said == ()

@@ -8,8 +8,8 @@ import pytest
 
 from plait.demo import tuning as demo_tuning
 from plait.errors import PlaitError
-from plait.tuning.job.local_run import errors_as_messages
-from plait_autoconfig.errors import JobBroken, NothingValid
+from plait.errors import told as raised_as_told
+from plait_autoconfig.errors import JobBroken, NothingValid, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec
@@ -48,7 +48,7 @@ def test_cli_demo_goes_on_where_the_host_is_too_busy_to_measure(
 
     def fails(error: Exception) -> None:
         def run(job: Path, *, folder: Path) -> None:
-            with errors_as_messages():
+            with raised_as_told(TunerError):
                 raise error
 
         monkeypatch.setattr(demo_tuning, "run", run)

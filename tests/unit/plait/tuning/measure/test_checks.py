@@ -11,12 +11,13 @@ import yaml
 
 import plait.tuning
 from fakes.tuned_app import compose, job_text
-from plait.tuning.measure.checks import PreparedJob, guard_of, max_replicas_config, prepare, target_config
+from plait.tuning.measure.checks import guard_of, max_replicas_config, prepare, target_config
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.spec import JobSpec
+from plait_loadtest.scenario import Scenario
 
 EXAMPLES = Path(plait.tuning.__file__).parent / "examples"
 
@@ -33,9 +34,9 @@ def job(**changes: Any) -> JobSpec:
     return parse_job(job_text(**changes), folder=Path("/"))
 
 
-def check(spec: JobSpec) -> PreparedJob:
-    """As the measurer does."""
-    return prepare(spec, target_config(spec.target, live=False))
+def check(spec: JobSpec) -> tuple[Scenario, ...]:
+    """As the measurer does; the scenarios."""
+    return prepare(spec, target_config(spec.target, live=False))[0]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_what_can_not_be_measured_is_refused(changes: dict[str, Any], says: str)
 
 def test_the_rate_of_the_objective_is_the_one_that_is_offered() -> None:
     """Whatever the scenario says."""
-    (scenario,) = check(job(objective="min cost at rate 33", scenarios=[SCENARIO])).scenarios
+    (scenario,) = check(job(objective="min cost at rate 33", scenarios=[SCENARIO]))
     assert scenario.arrivals.rate_per_s == 33.0
 
 

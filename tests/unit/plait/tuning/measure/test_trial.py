@@ -11,8 +11,9 @@ import pytest
 from plait.tuning.measure import trial as module
 from plait.tuning.measure.cost import ReservedResources
 from plait.tuning.measure.load import LoadResult
-from plait.tuning.measure.trial import LoadPlan, TrialMetrics, run_loads
+from plait.tuning.measure.trial import run_loads
 from plait.tuning.measure.usage import ResourceUsage
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, MeasurementTask
 from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import Prices
 from plait_autoconfig.objective import Goal
@@ -21,6 +22,7 @@ from plait_loadtest.load import load_scenario
 from plait_loadtest.scenario import Scenario
 
 RESERVED = ReservedResources(cores=0.5, gpus=0.25)
+CORES_ONLY = Prices(core=1.0, gpu=0.0, gib=0.0)
 SCENARIO = {
     "arrivals": {"kind": "poisson", "rate_per_s": 50},
     "duration_s": 16,
@@ -48,17 +50,30 @@ class Loads:
         return self._result
 
     def measured(
-        self, metrics: dict[str, float], *, slo_met: bool = True, early: str = "", **plan: Any
-    ) -> TrialMetrics:
-        """The outcome of a trial with such a plan, if its loads show these metrics."""
+        self,
+        metrics: dict[str, float],
+        *,
+        slo_met: bool = True,
+        early: str = "",
+        goal: Goal | None = None,
+        search: bool = False,
+        prices: Prices = CORES_ONLY,
+        **task: Any,
+    ) -> Measured:
+        """The outcome of such a task, if its loads show these metrics."""
         summary = SimpleNamespace(total=SimpleNamespace(slo_met=slo_met))
         session: Any = SimpleNamespace(summary=summary, result=SimpleNamespace(wall_s=2.0))
         used = ResourceUsage(cpu_s=3.0, memory_bytes=1 << 30)
         self._result = LoadResult(metrics=metrics, ended_early=early, used=used, sessions=(session,), counted_s=2.0)
         running: Any = SimpleNamespace(reserved=RESERVED, may_end=frozenset(), pids=dict, url="http://h:1", prefix="")
-        known = {"scenarios": (load_scenario(SCENARIO, {}),), "search": False, "seed": 1, "limit_s": 60.0}
-        whole = LoadPlan(**{**known, "prices": Prices(core=1.0, gpu=0.0, gib=0.0), **plan})
-        return run_loads(running, whole, folder=self._folder, log_path=None, say=lambda _: None, known={})
+        scenarios, log_path = (load_scenario(SCENARIO, {}),), self._folder / "none.log"
+        goals = SimpleNamespace(goals=() if goal is None else (goal,), limits=())
+        spec = SimpleNamespace(goal=goals, is_capacity_search=search, prices=prices)
+        subject: Any = SimpleNamespace(spec=spec, running=running, scenarios=scenarios, guard=None, log_path=log_path)
+        own = MeasurementTask(
+            number=1, kind=MeasurementKind.TRIAL, config={}, seed=1, limit_s=60.0, folder=self._folder, **task
+        )
+        return run_loads(subject, own, limit_s=60.0, say=lambda _: None, known={})
 
 
 @pytest.fixture
@@ -76,7 +91,7 @@ def test_a_short_look_that_surely_loses_is_all_there_is(loads: Loads) -> None:
     found = loads.measured({"goodput_per_s": 50.0, "p99_ms": 200.0}, goal=Goal("p99_ms", "min"), to_beat=100.0)
     assert [each.duration_s for each in loads.given] == [4.0]
     assert found.outcome.metrics["p99_ms"] == 200.0
-    assert found.notes == ("short: p99_ms 200 will not beat the best's 100",)
+    assert found.note == "short: p99_ms 200 will not beat the best's 100"
 
 
 @pytest.mark.parametrize("to_beat", [None, 150.0])

@@ -1,4 +1,5 @@
-"""The fragmentation of FGD as its formula reads, one node and one class at a time: the reference of `fragments.py`."""
+"""The scores of placement as their formulas read, one node and one class at a time: the reference of `fragments.py` and
+`expected_use.py`."""
 
 from __future__ import annotations
 
