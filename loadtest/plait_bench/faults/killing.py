@@ -44,6 +44,7 @@ from plait_bench.faults.server import (
     grown,
     send_all,
     settled,
+    watched,
 )
 
 _WEIGHTS: Mapping[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
@@ -378,18 +379,12 @@ class Steady(Mixed):
 
     async def measured(self, system: str, number: int) -> list[Reading]:
         """Offer the load, and sample; the first tenth of the samples does not count."""
-        ends, samples = Tally(), list[tuple[float, Usage]]()
-
-        async def sample() -> None:
-            while True:
-                samples.append((time.monotonic(), await asyncio.to_thread(self.server.usage)))
-                await asyncio.sleep(_EVERY_S)
-
+        ends = Tally()
         async with Client(self.server.url) as client:
             per_s = _SHARE * await capacity_per_s(client, draw(self.asks), seconds=_CAPACITY_S, clients=_CLIENTS)
             self.say(f"{per_s:.2f} requests/s are offered for {_STEADY_S / 60:g} minutes")
             until_s = time.monotonic() + _STEADY_S
-            async with cancelled([asyncio.create_task(sample())]):
+            async with watched(self.server.usage, every_s=_EVERY_S) as samples:
                 await send_at_pace(
                     client, self.asks, per_s, lambda ask, reply: ends.add(self.judged(ask, reply)),
                     until=lambda: time.monotonic() > until_s,

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import httpx2
+import psutil
 
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload
 from plait_bench.commands import serving_plait
@@ -120,12 +121,8 @@ class FaultServer:
         return max((status_of(pid).get("VmHWM", 0) for pid, its in self.processes().items() if its == kind), default=0)
 
     def _marked(self) -> set[int]:
-        found, mark = set(), f"{_MARK}={self.mark}".encode()
-        for entry in _PROC.iterdir():
-            with suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-        return found
+        seen = psutil.process_iter(["environ"])
+        return {each.pid for each in seen if (each.info["environ"] or {}).get(_MARK) == self.mark}
 
 
 def kind_of(title: str) -> str:
@@ -320,18 +317,17 @@ async def settled(server: FaultServer) -> Usage:
 
 
 @asynccontextmanager
-async def peaks(server: FaultServer, *, every_s: float) -> AsyncIterator[Counter[str]]:
-    """Look at `own_memory` every now and then; yield the most that each kind of process had meanwhile."""
-    found: Counter[str] = Counter()
+async def watched(look: Callable[[], T], *, every_s: float) -> AsyncIterator[list[tuple[float, T]]]:
+    """Look at something every now and then; yield what was seen, each with its time."""
+    seen: list[tuple[float, T]] = []
 
     async def watch() -> None:
         while True:
-            for kind, held in (await asyncio.to_thread(server.own_memory)).items():
-                found[kind] = max(found[kind], held)
+            seen.append((time.monotonic(), await asyncio.to_thread(look)))
             await asyncio.sleep(every_s)
 
     async with cancelled([asyncio.create_task(watch())]):
-        yield found
+        yield seen
 
 
 # ---- requests to it -------------------------------------------------------------------------------------------------

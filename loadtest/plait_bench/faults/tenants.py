@@ -34,8 +34,8 @@ from plait_bench.faults.server import (
     cancelled,
     capacity_per_s,
     offered,
-    peaks,
     send_all,
+    watched,
 )
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
@@ -335,11 +335,11 @@ class ManyModels(Beside):
                 for name in model["schedulers"]
             ]
             before = self.server.replicas()
-            async with peaks(self.server, every_s=1.0) as peak_bytes:
+            async with watched(self.server.own_memory, every_s=1.0) as seen:
                 replies = [reply for _, reply in await send_all(client, asks * 2, at_once=2)]
                 await asyncio.sleep(2.0)
         values = {
-            "engine_mib": peak_bytes["engine"] / 2**20,
+            "engine_mib": max(held["engine"] for _, held in seen) / 2**20,
             "requests": len(replies),
             "broken": sum(map(_is_broken, replies)),
             "killed": len(before - self.server.replicas()),

@@ -169,7 +169,6 @@ def benchmark(
     dtype: str = "auto",
     device: DeviceName = "cpu",
     systems: Sequence[str] = (),
-    open_fleet: OpenFleet = WorkerFleet,
 ) -> Benchmark:
     """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
     and their systems or those named. `edge` None: the size's own. `dtype` "auto": each that the CPU computes in (of a
@@ -187,13 +186,13 @@ def benchmark(
     needed = ModelFolder.of(root, kind, [item for name in names for item in _items(name, varieties[0]).items])
     if not kind.family and (absent := needed.missing()):
         raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
-    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems, open_fleet=open_fleet)
+    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems)
     starts = []
     for variety in varieties if START in names else ():
         items = _items(START, variety).items
         settings = _settings(root, variety, items)
         known = [SYSTEMS[name].given(settings) for name in taking_part(START, kind, systems)]
-        starts.append(StartWorkload(variety.row_name(START), known, items[0], open_fleet))
+        starts.append(StartWorkload(variety.row_name(START), known, items[0]))
 
     @contextmanager
     def session(say: Say) -> Iterator[None]:

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -229,10 +228,8 @@ class _Process:
         self._pipe.send((system.factory, dict(system.settings)))
 
     def ask(self, method: str, **given: Any) -> None:
-        try:
+        with suppress(OSError):  # that it has died, its answer says
             self._pipe.send((method, given))
-        except OSError as error:
-            raise SystemFailed(f"{self._name}: its process died") from error
 
     def answer(self) -> Any:
         try:
@@ -308,16 +305,15 @@ def _reply(pipe: Connection, kind: str, said: Any) -> None:
 # ---- processes and all their descendants, read from /proc -----------------------------------------------------------
 
 
-def peak_memory_of(pids: Sequence[int], proc: Path = _PROC) -> int:
+def peak_memory_of(pids: Sequence[int]) -> int:
     """Add up the peaks of the resident memory of the processes and their descendants, in bytes, whenever each was: no
     less than what they had at any moment. Pages that they share now count once."""
-    return sum(map(partial(_peak_bytes, proc=proc), with_descendants(pids, proc)))
+    return sum(map(_peak_bytes, with_descendants(pids)))
 
 
-def _peak_bytes(pid: int, proc: Path) -> int:
-    peak = status_of(pid, proc).get("VmHWM", 0)
-    now = status_of(pid, proc, file="smaps_rollup")
-    return peak - now.get("Rss", 0) + now.get("Pss", 0)
+def _peak_bytes(pid: int) -> int:
+    now = status_of(pid, file="smaps_rollup")
+    return status_of(pid).get("VmHWM", 0) - now.get("Rss", 0) + now.get("Pss", 0)
 
 
 def _send(pids: set[int], number: signal.Signals) -> None:
@@ -326,26 +322,21 @@ def _send(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def with_descendants(pids: Sequence[int], proc: Path = _PROC) -> set[int]:
+def with_descendants(pids: Sequence[int]) -> set[int]:
     """Return the processes and all their descendants."""
-    children: dict[int, list[int]] = {}
-    for folder in proc.iterdir():
-        if folder.name.isdigit() and (parent := status_of(int(folder.name), proc).get("PPid")) is not None:
-            children.setdefault(parent, []).append(int(folder.name))
-    found: set[int] = set()
-    waiting = list(pids)
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found:
-            found.add(pid)
-            waiting += children.get(pid, [])
+    import psutil  # which no worker needs
+
+    found = set(pids)
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
     return found
 
 
-def status_of(pid: int, proc: Path = _PROC, *, file: str = "status") -> dict[str, int]:
+def status_of(pid: int, *, file: str = "status") -> dict[str, int]:
     """Return the numbers of a process's status file, in bytes where it says kB; none if the process has ended."""
     try:
-        fields = [line.split() for line in (proc / str(pid) / file).read_text().splitlines()]
+        fields = [line.split() for line in (_PROC / str(pid) / file).read_text().splitlines()]
     except OSError:
         return {}
     return {

@@ -187,7 +187,9 @@ class StartWorkload(Workload):
 
     metrics: Mapping[str, str] = {"first_image_s": "s", **_PEAK}
 
-    def __init__(self, name: str, systems: Sequence[System], item: ImageSpec, open_fleet: OpenFleet) -> None:
+    def __init__(
+        self, name: str, systems: Sequence[System], item: ImageSpec, open_fleet: OpenFleet = WorkerFleet
+    ) -> None:
         self.name = name
         self._known = {system.name: system for system in systems}
         self.systems = tuple(self._known)
@@ -231,12 +233,9 @@ class PixelCheck:
         Raises `Disagreement` if an image differs by more than rounding, or if all the reference's images are one flat
         colour.
         """
-        reference = next((name for name in _REFERENCES if name in results), "")
-        if reference:
+        for reference in [name for name in _REFERENCES if name in results][:1]:
             self._kept.setdefault(workload.name, (reference, results[reference]))
-        elif workload.name not in self._kept:
-            reference = list(results)[-1]
-        name, expected = self._kept.get(workload.name) or (reference, results[reference])
+        name, expected = self._kept.get(workload.name) or list(results.items())[-1]
         if all(int(image.max()) == int(image.min()) for image in expected):
             raise Disagreement(f"{workload.name}: {name} made flat images only; comparing them proves nothing")
         is_exact = workload.settings.get("dtype", "float32") == "float32"
