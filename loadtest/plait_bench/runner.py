@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from plait_bench.benchmark import RATIO, Benchmark, Reading, ResultRow, Say, Subject, Workload, chosen
-from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.errors import SystemUnavailable
 from plait_bench.host import HostConditions, conditions, is_busy
 
 TRIALS = 2
@@ -87,19 +87,12 @@ def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> s
     for layout in offered:
         with workload.open(system, layout) as subject:
             subject.warm_up()
-            values = [_deciding(workload, system, subject, number) for number in range(1, plan.trials + 1)]
+            trials = [(subject.trial or subject.measure)(number) for number in range(1, plan.trials + 1)]
+        values = [reading.value for trial in trials for reading in trial if reading.metric == workload.deciding]
         medians[layout] = median(values)
         said = ", ".join(f"{value:.4g}" for value in values)
         say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding]}")
     return max(medians, key=lambda layout: medians[layout])
-
-
-def _deciding(workload: Workload, system: str, subject: Subject, number: int) -> float:
-    """Measure one trial and return its deciding metric."""
-    for reading in (subject.trial or subject.measure)(number):
-        if reading.metric == workload.deciding:
-            return reading.value
-    raise BenchError(f"{workload.name}: a trial of {system} did not measure {workload.deciding}")
 
 
 class _Measuring:

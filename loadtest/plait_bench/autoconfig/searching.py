@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -127,22 +128,19 @@ class Searching(Workload):
 
     def take(self, system: str, number: int) -> list[Reading]:
         """Search every service with a seed."""
-        suite, seed = self.suite, number - 1
-        curves = [play(self._maker(system), task, seed=seed, trials=suite.trials) for task in suite.tasks]
+        suite, seed, make = self.suite, number - 1, partial(self._designer, system)
+        curves = [play(make, task, seed=seed, trials=suite.trials) for task in suite.tasks]
         self.played.setdefault(system, {})[seed] = curves
         return self.readings(system, seed, curves)
 
-    def _maker(self, system: str) -> Make:
-        def make(task: TuningTask, seed: int) -> Designer:
-            service = task.service
-            given: dict[str, Any] = {"seed": seed, "library": task.library, "context": service.context}
-            if system != OURS:
-                return make_designer(system, service.space, service.objective, **given)
-            if task.name not in self._learned:
-                self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
-            return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])
-
-        return make
+    def _designer(self, system: str, task: TuningTask, seed: int) -> Designer:
+        service = task.service
+        given: dict[str, Any] = {"seed": seed, "library": task.library, "context": service.context}
+        if system != OURS:
+            return make_designer(system, service.space, service.objective, **given)
+        if task.name not in self._learned:
+            self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
+        return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])
 
     def readings(self, system: str, seed: int, curves: Sequence[Curve]) -> list[Reading]:
         """Summarise the searches of one seed over the services."""

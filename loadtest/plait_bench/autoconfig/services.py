@@ -107,12 +107,8 @@ class Service:
     def values(self) -> NDArray[np.float64]:
         """The goal by cell, (N,), as a positive number where higher is better; 0 where infeasible."""
         goal = self.objective.require_one_goal()
-        found = np.zeros(len(self.truth))
-        for index, outcome in enumerate(self.truth):
-            if self.objective.feasible(outcome):
-                value = outcome.metrics[goal.metric]
-                found[index] = value if goal.direction == "max" else 1.0 / value
-        return found
+        known = [it.metrics[goal.metric] if self.objective.feasible(it) else None for it in self.truth]
+        return np.array([0.0 if it is None else it if goal.direction == "max" else 1.0 / it for it in known])
 
     @cached_property
     def index(self) -> dict[object, int]:

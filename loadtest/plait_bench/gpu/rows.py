@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -28,12 +29,7 @@ class _Again:
 
     def __call__(self, call: Callable[[], None]) -> Recording:
         """Return what makes the call."""
-        return _Call(call)
-
-
-class _Call:
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.replay = call
+        return SimpleNamespace(replay=call)
 
 
 class GpuRun:
@@ -110,6 +106,18 @@ class GpuRun:
         for name, each in taken.items():
             self.row(part, case, *each, metric="ms", unit="ms", system=name)
         return {name: statistics.median(each) for name, each in taken.items()}
+
+    def beside(
+        self,
+        part: str,
+        case: str,
+        ours: Callable[[], torch.Tensor],
+        theirs: Callable[[], torch.Tensor],
+        rounds: int = 0,
+    ) -> None:
+        """Compare what a call of ours and one of torch's make, and measure them in turn."""
+        self.compared(part, case, ours(), theirs())
+        self.timed(part, case, {"plait": ours, "torch": theirs}, rounds=rounds)
 
     def call_ms(self, call: Callable[[], object]) -> float:
         """Return the milliseconds of one call, the device's work included."""
