@@ -336,9 +336,8 @@ class Night(Ends):
 
 SAMPLED = HELD[:-2]
 _WARM_SHARE, _EVERY_S, _CAPACITY_S, _SHARE = 0.1, 5.0, 30.0, 0.7
-_BLOCKS, _SIGMA, _NOISES = 30, 1.4826, 2.0
-"""Samples are taken together to so many medians: neighbours are alike, and an interval would be too narrow. The
-standard deviation of a normal distribution is 1.4826 median absolute deviations."""
+_BLOCKS, _NOISES = 30, 2.0
+"""Samples are taken together to so many medians: neighbours are alike, and an interval would be too narrow."""
 
 
 class Slope(NamedTuple):
@@ -360,7 +359,7 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
     taken = np.array([np.median(part) for part in np.array_split(np.asarray(values, dtype=float), parts)])
     fit = stats.theilslopes(taken, hours, alpha=0.95)
     around = taken - (fit.intercept + fit.slope * hours)
-    noise = _SIGMA * np.median(np.abs(around - np.median(around)))
+    noise = stats.median_abs_deviation(around, scale="normal")
     grows = fit.low_slope > 0.0 and fit.slope * (hours[-1] - hours[0]) > _NOISES * noise
     return Slope(float(fit.slope), float(fit.low_slope), float(fit.high_slope), bool(grows))
 

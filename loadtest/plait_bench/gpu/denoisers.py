@@ -130,7 +130,8 @@ def _family(run: GpuRun, part: str, family: FamilyName) -> None:
     one = GuidedUNet.made(run, family)
     before, first = run.held_bytes(), GuidedInputs.drawn(run, one.unet.config, 1)
     one.warm(run, first)
-    run.beside(part, "images 1", partial(one.ours, first), partial(one.eager, first))
+    run.compared(part, "images 1", one.ours(first), one.eager(first))
+    run.timed(part, "images 1", {"plait": lambda: one.ours(first), "torch": lambda: one.eager(first)})
     if run.left_s > COMPILES_S or run.tiny:
         _compiled(run, part, family, one, first)
     for images in (2, 4, 8)[: 1 if run.tiny else None]:
@@ -138,9 +139,11 @@ def _family(run: GpuRun, part: str, family: FamilyName) -> None:
             return
         given = GuidedInputs.drawn(run, one.unet.config, images)
         one.warm(run, given)
-        rounds = max(3, run.rounds // 3)
-        run.beside(part, f"images {images}", partial(one.ours, given), partial(one.eager, given), rounds)
-        del given
+        case = f"images {images}"
+        run.compared(part, case, one.ours(given), one.eager(given))
+        systems = {"plait": partial(one.ours, given), "torch": partial(one.eager, given)}
+        run.timed(part, case, systems, rounds=max(3, run.rounds // 3))
+        del given, systems
     _memory(run, part, before, first)
 
 

@@ -107,18 +107,6 @@ class GpuRun:
             self.row(part, case, *each, metric="ms", unit="ms", system=name)
         return {name: statistics.median(each) for name, each in taken.items()}
 
-    def beside(
-        self,
-        part: str,
-        case: str,
-        ours: Callable[[], torch.Tensor],
-        theirs: Callable[[], torch.Tensor],
-        rounds: int = 0,
-    ) -> None:
-        """Compare what a call of ours and one of torch's make, and measure them in turn."""
-        self.compared(part, case, ours(), theirs())
-        self.timed(part, case, {"plait": ours, "torch": theirs}, rounds=rounds)
-
     def call_ms(self, call: Callable[[], object]) -> float:
         """Return the milliseconds of one call, the device's work included."""
         synchronize(self.device)

@@ -46,7 +46,8 @@ def flux(run: GpuRun) -> None:
 
     one = _call(run, module.config, edge, length)
     theirs, case = _forward(module, one), f"{edge}x{edge} images 1"
-    run.beside("flux", case, lambda: ours(one), theirs, max(3, run.rounds // 3))
+    run.compared("flux", case, ours(one), theirs())
+    run.timed("flux", case, {"plait": lambda: ours(one), "torch": theirs}, rounds=max(3, run.rounds // 3))
     calls = [replace(one, loras=((each, 1.0),)) for each in _loras(run, module)]
     case = f"{edge}x{edge} images {_SETS}, a LoRA set each"
     run.compared("flux", case, ours(*calls), torch.cat([ours(call) for call in calls]))
