@@ -195,20 +195,15 @@ class _Plait(_Lru):
             self.loading = self.switch = None
         if self.switch is None:
             self.switch = next_switch(self._demands(), budget_bytes=self.fleet.room, now_s=self.now)
-        if self.switch is not None and self.loading is None:
-            self._begin_load(self.switch)
         leaves = self.switch.leave if self.switch is not None else ()
+        is_busy = self.running is not None and self.running[0].model in leaves  # it ends before its model leaves
+        if self.switch is not None and self.loading is None and not is_busy:
+            for name in leaves:
+                self.resident.pop(name, None)
+            self.loading, self.loads = (self.switch.load, self.now + self.fleet.load), self.loads + 1
         runnable = [asked for asked in self.waiting if asked.model in self.resident and asked.model not in leaves]
         if self.running is None and runnable:
             self._run(runnable[0])
-
-    def _begin_load(self, switch: Switch) -> None:
-        busy = None if self.running is None else self.running[0].model
-        if busy in switch.leave:
-            return  # a request in work ends before its model leaves
-        for name in switch.leave:
-            self.resident.pop(name, None)
-        self.loading, self.loads = (switch.load, self.now + self.fleet.load), self.loads + 1
 
     def _run(self, asked: TracedRequest) -> None:
         self.waiting.remove(asked)

@@ -105,7 +105,11 @@ class Searching(Workload):
 
     systems: tuple[str, ...] = SYSTEMS
     cold: Searching | None = None
-    metrics: dict[str, str]
+    metrics: Mapping[str, str] = {
+        **{f"regret_at_{mark}": "share" for mark in (*MARKS, "end")},
+        **dict.fromkeys(("trials_to_5pct", "extra_trials_to_5pct"), "trials"),
+    }
+    untimed = metrics
     compared = frozenset({"trials_to_5pct"})
     suite: Suite
 
@@ -122,9 +126,6 @@ class Searching(Workload):
     def prepare(self, say: Say) -> None:
         """Load the suite. Raises `SystemUnavailable` without its data."""
         self.suite = self._load()
-        self.metrics = {f"regret_at_{mark}": "share" for mark in MARKS}
-        self.metrics |= {"regret_at_end": "share", "trials_to_5pct": "trials", "extra_trials_to_5pct": "trials"}
-        self.untimed = self.metrics
 
     def take(self, system: str, number: int) -> list[Reading]:
         """Search every service with a seed."""
