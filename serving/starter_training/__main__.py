@@ -22,7 +22,7 @@ SMOKE_COUNT = 40
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m starter_training", description=__doc__)
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/plait/starter"), help="npm archives and images")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/plait/starter"), help="npm archives")
     parser.add_argument("--work", type=Path, help="checkpoints; default: below the cache")
     parser.add_argument("--out", type=Path, default=WEIGHTS, help="where the bundle goes")
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; the first four always run")

@@ -137,28 +137,15 @@ def drop_look_alikes(names: list[str], means: NDArray[np.uint8], count: int) -> 
 
 
 def load_images(cache: Path, count: int = DEFAULT_COUNT) -> TrainingImages:
-    """Return the training set, from `cache` or npm; the unpacked arrays are kept in `cache` too.
-
-    Raises `NpmUnavailableError`.
-    """
-    kept = cache / f"pictures-{VERSION}-{count}.npz"
-    if kept.exists():
-        with np.load(kept) as stored:
-            return TrainingImages(
-                names=tuple(str(n) for n in stored["names"]), twemoji=stored["twemoji"], noto=stored["noto"]
-            )
+    """Return the training set, of npm's archives in `cache` (a few seconds). Raises `NpmUnavailableError`."""
     archives = {style: fetch_package(package, cache) for style, package in PACKAGES.items()}
     entries, twemoji = _read_archive(archives["twemoji"], FOLDERS["twemoji"])
     _, noto = _read_archive(archives["noto"], FOLDERS["noto"])
     pairs = [(name, image) for name, image in _candidates(entries) if image in twemoji and image in noto]
     all_twemoji = np.stack([_on_white(twemoji[image]) for _, image in pairs])
     stay = drop_look_alikes([name for name, _ in pairs], pooled(all_twemoji), count)
-    images = TrainingImages(
+    return TrainingImages(
         names=tuple(pairs[i][0] for i in stay),
         twemoji=all_twemoji[stay],
         noto=np.stack([_on_white(noto[pairs[i][1]]) for i in stay]),
     )
-    partial = kept.with_suffix(".tmp.npz")
-    np.savez_compressed(partial, names=np.array(images.names), twemoji=images.twemoji, noto=images.noto)
-    partial.replace(kept)
-    return images
