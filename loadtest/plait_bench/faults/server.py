@@ -337,9 +337,10 @@ class Client:
     """Sends requests to one server. One that has not ended after `hung_s` counts as hung."""
 
     def __init__(self, url: str, *, hung_s: float = 180.0, key: str = "") -> None:
-        self._url, self._hung_s = url, hung_s
-        self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        self._hung_s = hung_s
         self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers={"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})},
             timeout=httpx2.Timeout(None, connect=_CONNECT_S),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_S),
             trust_env=False,
@@ -357,7 +358,7 @@ class Client:
         try:
             async with (
                 asyncio.timeout(self._hung_s if leave_after_s is None else leave_after_s),
-                self._http.stream("POST", self._url + ask.path, content=ask.body, headers=self._headers) as response,
+                self._http.stream("POST", ask.path, content=ask.body) as response,
             ):
                 facts |= {"status": response.status_code, "headers": dict(response.headers)}
                 async for piece in response.aiter_bytes():
@@ -370,7 +371,7 @@ class Client:
 
     async def get(self, path: str, *, timeout_s: float = 30.0) -> httpx2.Response:
         """GET. Raises `httpx2.TransportError`."""
-        return await self._http.get(self._url + path, headers=self._headers, timeout=timeout_s)
+        return await self._http.get(path, timeout=timeout_s)
 
     async def images(self, asks: Sequence[Ask], *, at_once: int) -> list[Reply]:
         """Send requests that must have right answers. Raises `SystemFailed`."""

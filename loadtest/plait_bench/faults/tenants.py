@@ -37,9 +37,8 @@ from plait_bench.faults.server import (
     send_all,
     watched,
 )
-from plait_loadtest.plan import make_plan
-from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, RawClass, Scenario
+from plait_loadtest.session import run_scenario
 from plait_serving.images.config import STARTER_FOLDER, STARTER_MODEL
 
 _CLIENTS, _RAMP_S, _SEED = 32, 5.0, 10_000
@@ -448,7 +447,7 @@ class Refusals(OnServer):
             duration_s=self.round_s,
             limits=GeneratorLimits(drain_s=120.0),
         )
-        records = run(make_plan(scenario), scenario).records
+        records = run_scenario(scenario).result.records
         refused = records[records["status"] == 429]
         taken_s = ((refused["done_ns"] - refused["scheduled_ns"]) / 1e9).tolist() or [float("inf")]
         return readings({"refused_p99_s": percentile(taken_s, 0.99)})

@@ -235,13 +235,13 @@ class _Process:
         try:
             if not self._pipe.poll(ANSWER_TIMEOUT_S):
                 raise SystemFailed(f"{self._name} gave no answer in {ANSWER_TIMEOUT_S:.0f} s")
-            kind, said = self._pipe.recv()
+            said = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             code = self._process.wait(_STOP_TIMEOUT_S)
             raise SystemFailed(f"{self._name}: its process died (exit code {code})") from error
-        if kind == "unavailable":
-            raise SystemUnavailable(said)
-        if kind == "error":
+        if isinstance(said, SystemUnavailable):
+            raise said
+        if isinstance(said, BenchError):
             raise SystemFailed(f"{self._name}: {said}")
         return said
 
@@ -278,28 +278,26 @@ def main(fd: int) -> None:
         factory, settings = pipe.recv()
         module, _, name = factory.partition(":")
         worker = getattr(importlib.import_module(module), name)(settings)
-        _reply(pipe, "answer", None)
+        _reply(pipe, None)
         while True:
             try:
                 method, given = pipe.recv()
             except (EOFError, ConnectionError):
                 return
-            _reply(pipe, "answer", getattr(worker, method)(**given))
-    except SystemUnavailable as error:
-        _reply(pipe, "unavailable", str(error))
+            _reply(pipe, getattr(worker, method)(**given))
+    except BenchError as error:
+        _reply(pipe, error)
     except Exception as error:
-        is_ours = isinstance(error, BenchError)
-        _reply(pipe, "error", str(error) if is_ours else f"{type(error).__name__}: {error}")
-        if not is_ours:
-            sys.excepthook(type(error), error, error.__traceback__)
+        _reply(pipe, SystemFailed(f"{type(error).__name__}: {error}"))
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         if worker is not None:
             worker.close()
 
 
-def _reply(pipe: Connection, kind: str, said: Any) -> None:
+def _reply(pipe: Connection, said: Any) -> None:
     with suppress(OSError, ValueError):  # the runner is gone; the loop ends at its next question
-        pipe.send((kind, said))
+        pipe.send(said)
 
 
 # ---- processes and all their descendants, read from /proc -----------------------------------------------------------
