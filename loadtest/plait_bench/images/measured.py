@@ -70,13 +70,13 @@ class FleetPool:
             while self._open:
                 self._close(next(iter(self._open)))
 
-    def layouts(self, name: str, items: ItemList) -> list[ProcessLayout]:
-        """List a system's layouts for a workload."""
-        system = self.systems[name]
+    def layouts(self, name: str, items: ItemList) -> dict[str, ProcessLayout]:
+        """Return a system's layouts for a workload, by name."""
+        system, plain = self.systems[name], items.layouts(self._cores)
         if system.is_own_layout:
-            return [OWN_LAYOUT]
-        variants = system.variants(items)
-        return [replace(layout, variant=variant) for layout in items.layouts(self._cores) for variant in variants]
+            return {str(OWN_LAYOUT): OWN_LAYOUT}
+        found = [replace(layout, variant=variant) for layout in plain for variant in system.variants(items)]
+        return {str(layout): layout for layout in found}
 
     def fleet(self, name: str, items: ItemList) -> WorkerFleet:
         """Return a system's workers, enough for its widest layout, with the workload's settings.
@@ -108,7 +108,7 @@ class FleetPool:
         while self._max_open and len(self._open) >= self._max_open:
             self._close(next(iter(self._open)))
         alike = [each for each in self._workloads if each.settings == items.settings and name in each.systems]
-        processes = max(layout.processes for each in alike for layout in self.layouts(name, each))
+        processes = max(layout.processes for each in alike for layout in self.layouts(name, each).values())
         self._say(f"starting {name} in {processes} process(es)")
         try:
             return self._open_fleet(self.systems[name].given(items.settings), processes)
@@ -135,14 +135,13 @@ class OnFleets(Workload):
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the system's layouts."""
-        return [str(layout) for layout in self._pool.layouts(system, self._items)]
+        return list(self._pool.layouts(system, self._items))
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the system's processes, for a layout."""
-        offered = self._pool.layouts(system, self._items)
         self._pool.fleet(system, self._items)
-        self._chosen[system] = next(each for each in offered if str(each) == layout)
+        self._chosen[system] = self._pool.layouts(system, self._items)[layout]
         yield Subject(
             lambda _: self._measured(system, len(self._items.items)),
             warm_up=lambda: self._at_hand(system),
