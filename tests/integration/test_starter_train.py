@@ -17,6 +17,7 @@ from torch import nn
 
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
+from starter_training import __main__ as command
 from starter_training.data import PACKAGES, NpmUnavailableError, TrainingImages, fetch_package
 from starter_training.loop import Trainer
 from starter_training.plan import FULL, STAGES, StageRecipe, override, smoke_plan
@@ -144,6 +145,16 @@ def test_overrides_change_one_number_and_refuse_nonsense():
     for wrong in ("bass.steps=7", "base.stops=7", "base.steps=", "base.steps=0"):
         with pytest.raises(ValueError, match=r"expected|impossible"):
             override(FULL, [wrong])
+
+
+def test_what_was_written_is_measured_if_asked_for(tmp_path, monkeypatch, capsys):
+    """By `plait models verify` of the folder, whose exit code is the command's: here it finds no bundle."""
+    monkeypatch.setattr(command, "load_images", lambda *_: None)
+    monkeypatch.setattr(command, "train_all", lambda *_: None)
+    given = ["--smoke", "--cache", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert command.main(given) == 0
+    assert command.main([*given, "--verify"]) == 1
+    assert str(tmp_path / "out") in capsys.readouterr().err
 
 
 @pytest.mark.slow  # 30 s on idle cores, and what npm takes
