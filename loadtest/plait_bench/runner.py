@@ -159,21 +159,13 @@ class _Measuring:
     def _round(self, number: int, subjects: Mapping[str, Subject]) -> None:
         self._seen.append(self._look())
         readings = {system: subject.measure(number) for system, subject in subjects.items()}
-        for system, found in readings.items():
-            self._note(number, system, found)
+        for reading, system in [(reading, system) for system, found in readings.items() for reading in found]:
+            of = reading.system or system
+            key = reading.workload or self._workload.name, of, reading.metric
+            layout = reading.layout or self._layouts.get(of, "")
+            self._taken.setdefault(key, {})[number] = replace(reading, layout=layout)
         said = "; ".join(f"{system} {_said(found)}" for system, found in readings.items())
         self._say(f"{self._workload.name}: round {number} of {self._rounds}: {said}")
-
-    def _note(self, number: int, system: str, readings: Sequence[Reading]) -> None:
-        for reading in readings:
-            of = reading.system or system
-            whole = replace(
-                reading,
-                system=of,
-                workload=reading.workload or self._workload.name,
-                layout=reading.layout or self._layouts.get(of, ""),
-            )
-            self._taken.setdefault((whole.workload, whole.system, whole.metric), {})[number] = whole
 
     def _rows(self) -> list[ResultRow]:
         return [
