@@ -53,11 +53,6 @@ class ClusterScenario:
     steps: tuple[ClusterChange, ...]
 
 
-def changed(demands: tuple[Demand, ...], replicas: Mapping[str, int]) -> tuple[Demand, ...]:
-    """Return the demands with new numbers of replicas."""
-    return tuple(replace(each, replicas=replicas.get(each.name, each.replicas)) for each in demands)
-
-
 def _nodes(names: str, gpus: int) -> dict[str, NodeSize]:
     return {name: NodeSize(cpus=16, gpus=gpus, labels={LABEL: name}) for name in names}
 
@@ -181,28 +176,27 @@ class _Playing:
 
     def run(self) -> list[Phase]:
         """Play it all."""
-        start = self._phase(ClusterChange(name="start"), {})
-        return [start, *(self._phase(step, self._replicas()) for step in self._scenario.steps)]
+        return [self._phase(step) for step in (ClusterChange(name="start"), *self._scenario.steps)]
 
-    def _phase(self, step: ClusterChange, before: Mapping[str, Mapping[str, Any]]) -> Phase:
+    def _phase(self, step: ClusterChange) -> Phase:
+        before = self._replicas()
         gone = {node_number(self._nodes.id_of(step.lost))} if step.lost else set()
         if step.lost:
             self._nodes.lose(step.lost)
         if step.added:
             self._nodes.add(step.added, self._scenario.nodes[step.added])
         old = {each.name: each.replicas for each in self._demands}
-        self._demands = changed(self._demands, step.replicas)
+        self._demands = tuple(
+            replace(each, replicas=step.replicas.get(each.name, each.replicas)) for each in self._demands
+        )
         if step.replicas or not before:
-            self._deploy()
+            deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
         after = self._settled(gone)
         ended = [said for name, said in before.items() if name not in after and said[NODE] not in gone]
         fewer = sum(max(0, old[each.name] - each.replicas) for each in self._demands)
         phase = self._measured(step.name, after, max(0, len(ended) - fewer))
         self._say(f"{self._system}: {phase}")
         return phase
-
-    def _deploy(self) -> None:
-        deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
 
     def _settled(self, gone: set[float]) -> dict[str, Mapping[str, Any]]:
         """Wait until all replicas run, or nothing has changed for long; return who is where.
