@@ -298,9 +298,8 @@ def grown(before: Usage, after: Usage) -> list[str]:
         if now[name] > was + max(share * was, _SLACK.get(name, 0)):
             found.append(f"{name} grew from {was} to {now[name]}")
             if name == "memory_bytes":
-                more = {kind: held - before.memory_by_kind.get(kind, 0) for kind, held in after.memory_by_kind.items()}
-                whose = sorted((kind for kind in more if more[kind] > 0), key=lambda kind: -more[kind])
-                found[-1] += "".join(f", {kind} by {more[kind]}" for kind in whose)
+                more = Counter(after.memory_by_kind) - Counter(before.memory_by_kind)
+                found[-1] += "".join(f", {kind} by {held}" for kind, held in more.most_common())
     return found
 
 
