@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from plait_bench.benchmark import Benchmark, Reading, Subject, Workload, chosen, readings
+from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, chosen, readings
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
@@ -78,10 +78,10 @@ def cases(device: str) -> list[OperatorCase]:
     norms = [("sdxl", size) for size in _SDXL_NORMS] + [("sd15", size) for size in _SD15_NORMS]
     geglus = [("sdxl", size) for size in _SDXL_GEGLUS] + [("sd15", size) for size in _SD15_GEGLUS]
     found = [_geglu(model, *size) for model, size in geglus[: 1 if small else None]]
-    found += [_norm(model, *size, last=True) for model, size in (norms[2:3] if small else norms)]
+    found += [_norm(model, *size) for model, size in (norms[2:3] if small else norms)]
     found += [_norm(model, *size, last=False) for model, size in (norms[2:3] if small else norms[:6:2])]
     found += [_residuals("sdxl", *size) for size in ((640, 64), (320, 128))[: 1 if small else 2]]
-    found += [_plain_norm(model, *size) for model, size in ([] if small else norms[2:5:2])]
+    found += [_norm(model, *size, bare=True) for model, size in ([] if small else norms[2:5:2])]
     return found + ([_merge(_MERGED_WIDTH), *(_lookup(*size) for size in _LOOKUPS)] if small else [])
 
 
@@ -100,48 +100,34 @@ def _geglu(model: str, tokens: int, width: int) -> OperatorCase:
     )
 
 
-def _plait_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **more: Any) -> object:
-    channels = x.shape[1] // _GROUPS
-    op = load("group_norm_silu", x.device.type, x.dtype, elements=x.numel(), group_channels=channels)
-    return op(x, _GROUPS, weight, bias, 1e-5, **more)
-
-
-def _norm(model: str, channels: int, edge: int, *, last: bool) -> OperatorCase:
-    """ResnetBlock2D's second half: time embedding, norm, SiLU."""
+def _norm(model: str, channels: int, edge: int, *, last: bool = True, bare: bool = False) -> OperatorCase:
+    """ResnetBlock2D's second half: time embedding, norm, SiLU. `bare`: Transformer2DModel's norm, nothing before it or
+    after it. `last`: channels come last."""
 
     def make(device: str, dtype: torch.dtype) -> Arguments:
-        time_embedding = torch.randn(_ROWS, channels, device=device, dtype=dtype)
-        return (*_norm_arguments(channels, edge, device, dtype, last=last), time_embedding)
+        x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype)
+        layout = torch.channels_last if last else torch.contiguous_format
+        vectors = [(channels,), (channels,), (_ROWS, channels)][: 2 if bare else 3]
+        return x.to(memory_format=layout), *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
 
-    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, time: torch.Tensor) -> object:
-        return functional.silu(functional.group_norm(x + time[:, :, None, None], _GROUPS, weight, bias, 1e-5))
+    def plait(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
+        per_group = channels // _GROUPS
+        op = load("group_norm_silu", x.device.type, x.dtype, elements=x.numel(), group_channels=per_group)
+        return op(x, _GROUPS, weight, bias, 1e-5, **({"silu": False} if bare else {"addend": time[0]}))
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
+        if bare:
+            return functional.group_norm(x, _GROUPS, weight, bias, 1e-5)
+        return functional.silu(functional.group_norm(x + time[0][:, :, None, None], _GROUPS, weight, bias, 1e-5))
 
     return OperatorCase(
-        name=f"group-norm-silu-{model}-{channels}x{edge}{'' if last else '-contiguous'}",
+        name=f"group-norm-{'' if bare else 'silu-'}{model}-{channels}x{edge}{'' if last else '-contiguous'}",
         op="group_norm_silu",
         moved=2 * _ROWS * channels * edge * edge,
         make=make,
-        plait=lambda x, weight, bias, time: _plait_norm(x, weight, bias, addend=time),
+        plait=plait,
         eager=eager,
     )
-
-
-def _plain_norm(model: str, channels: int, edge: int) -> OperatorCase:
-    """Transformer2DModel's norm: nothing before it or after it."""
-    return OperatorCase(
-        name=f"group-norm-{model}-{channels}x{edge}",
-        op="group_norm_silu",
-        moved=2 * _ROWS * channels * edge * edge,
-        make=lambda device, dtype: _norm_arguments(channels, edge, device, dtype, last=True),
-        plait=lambda x, weight, bias: _plait_norm(x, weight, bias, silu=False),
-        eager=lambda x, weight, bias: functional.group_norm(x, _GROUPS, weight, bias, 1e-5),
-    )
-
-
-def _norm_arguments(channels: int, edge: int, device: str, dtype: torch.dtype, *, last: bool) -> Arguments:
-    x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype)
-    layout = torch.channels_last if last else torch.contiguous_format
-    return (x.to(memory_format=layout), *(torch.randn(channels, device=device, dtype=dtype) for _ in range(2)))
 
 
 def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
@@ -318,35 +304,6 @@ class CudaTimer(DeviceTimer):
         return float(began.elapsed_time(ended)) / 1e3
 
 
-class TimedForm:
-    """One form, captured on several sets of inputs."""
-
-    def __init__(self, form: Form, clock: DeviceTimer, sets: Sequence[Arguments]) -> None:
-        self._form, self._clock, self._sets = form, clock, sets
-        self._run: Call | None = None
-
-    def answer(self) -> torch.Tensor:
-        """Return the result on a copy of the first inputs: some operators write in place."""
-        copied = [
-            each.clone() if isinstance(each, torch.Tensor) else [one.clone() for one in each] for each in self._sets[0]
-        ]
-        result = self._form(*copied)
-        assert isinstance(result, torch.Tensor)
-        return result.float()
-
-    def warm_up(self) -> None:
-        """Compile, capture, and run once."""
-        if self._run is None:
-            self._run = self._clock.prepare([partial(self._form, *given) for given in self._sets])
-        self._clock.elapsed_s(self._run, 1)
-
-    def measure(self, _: int) -> Sequence[Reading]:
-        """Return the time of a call."""
-        assert self._run is not None
-        taken_s = self._clock.per_call_s(self._run, len(self._sets))
-        return readings({"time_us": taken_s * 1e6}, layout=self._clock.name)
-
-
 class OperatorWorkload(Workload):
     """All systems on one case."""
 
@@ -357,27 +314,36 @@ class OperatorWorkload(Workload):
         self._case, self._clock = case, clock
         compiled = (COMPILED,) if case.compiles and _compiles(clock.device) else ()
         self.systems = (PLAIT, EAGER, *compiled, *case.others, COPY)
-        self._made: dict[bool, list[Arguments]] = {}
-        self._forms: dict[str, TimedForm] = {}
+        self._answers: dict[str, Callable[[], torch.Tensor]] = {}
+
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
+        """Make the inputs of all systems but the copy."""
+        with torch.inference_mode():
+            self._sets = self._drawn(self._case.make)
+            yield
+        self._sets.clear()
+        self._answers.clear()
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Make the inputs and the form."""
-        with torch.inference_mode():
-            form = TimedForm(self._form(system), self._clock, self._inputs(is_copy=system == COPY))
-            self._forms[system] = form
-            yield Subject(form.measure, warm_up=form.warm_up)
-        self._made.clear()
-        self._forms.clear()
+        """Capture the calls of the form."""
+        form, sets = self._form(system), self._drawn(copied(self._case.moved)) if system == COPY else self._sets
+        run = self._clock.prepare([partial(form, *given) for given in sets])
+        self._answers[system] = partial(_answer, form, sets[0])
+        yield Subject(lambda _: self._timed(run, len(sets)), warm_up=lambda: self._clock.elapsed_s(run, 1))
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the forms' results. Raises `Disagreement`."""
-        answers = {name: self._forms[name].answer() for name in subjects if name != COPY}
+        answers = {name: self._answers[name]() for name in subjects if name != COPY}
         if (reference := answers.get(EAGER)) is not None:
             for name, answer in answers.items():
                 error = float((answer - reference).abs().max() / reference.abs().max())
                 if not error <= _TOLERANCE:
                     raise Disagreement(f"{self.name}: {name} differs from {EAGER} by {error:.2g} of the largest value")
+
+    def _timed(self, run: Call, calls: int) -> list[Reading]:
+        return readings({"time_us": self._clock.per_call_s(run, calls) * 1e6}, layout=self._clock.name)
 
     def _form(self, system: str) -> Form:
         if system in self._case.others:
@@ -388,13 +354,17 @@ class OperatorWorkload(Workload):
             return compiled
         return {PLAIT: self._case.plait, EAGER: self._case.eager, COPY: torch.clone}[system]
 
-    def _inputs(self, *, is_copy: bool) -> list[Arguments]:
-        """Return the sets of inputs, the same for all systems but the copy."""
-        if is_copy not in self._made:
-            make = copied(self._case.moved) if is_copy else self._case.make
-            count = self._clock.sets(self._case.moved * self._clock.dtype.itemsize)
-            self._made[is_copy] = [make(self._clock.device, self._clock.dtype) for _ in range(count)]
-        return self._made[is_copy]
+    def _drawn(self, make: Make) -> list[Arguments]:
+        """Return several sets of inputs."""
+        count = self._clock.sets(self._case.moved * self._clock.dtype.itemsize)
+        return [make(self._clock.device, self._clock.dtype) for _ in range(count)]
+
+
+def _answer(form: Form, given: Arguments) -> torch.Tensor:
+    """Return the result on copies: some operators write in place."""
+    result = form(*[each.clone() if isinstance(each, torch.Tensor) else [it.clone() for it in each] for each in given])
+    assert isinstance(result, torch.Tensor)
+    return result.float()
 
 
 def copied(moved: int) -> Make:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import csv
 import gzip
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -117,6 +118,7 @@ class _Lru:
     now: float = 0.0
     waiting: list[TracedRequest] = field(default_factory=list)
     running: tuple[TracedRequest, float] | None = None
+    loading: tuple[str, float] | None = None  # beside what runs
     resident: dict[str, float] = field(default_factory=dict)
     latencies: list[tuple[float, float]] = field(default_factory=list)
     loads: int = 0
@@ -139,8 +141,9 @@ class _Lru:
         self.now = max(self.now, until)
 
     def next_event(self) -> float:
-        """Return when something ends next."""
-        return float("inf") if self.running is None else self.running[1]
+        """Return when a request or a load ends next."""
+        ends = [event[1] for event in (self.running, self.loading) if event is not None]
+        return min(ends, default=float("inf"))
 
     def take(self) -> None:
         """Take in what has ended; run the oldest request, and load its model first if it is not here."""
@@ -167,9 +170,8 @@ class _Lru:
 class _Plait(_Lru):
     """A replica that switches models by the server's policy."""
 
-    loading: tuple[str, float] | None = None
     switch: Switch | None = None
-    overtaken: dict[str, float] = field(default_factory=dict)
+    overtaken: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def begins(self, model: str) -> float:
         """Return when a request would begin, as the ingress reckons."""
@@ -181,11 +183,6 @@ class _Plait(_Lru):
         )
         return begins_in_s(state, model, ())
 
-    def next_event(self) -> float:
-        """Return when a request or a load ends."""
-        ends = [event[1] for event in (self.running, self.loading) if event is not None]
-        return min(ends, default=float("inf"))
-
     def take(self) -> None:
         """Switch if that is due, and run the oldest request whose model is here."""
         self._end()
@@ -195,32 +192,24 @@ class _Plait(_Lru):
             self.loading = self.switch = None
         if self.switch is None:
             self.switch = next_switch(self._demands(), budget_bytes=self.fleet.room, now_s=self.now)
-        if self.switch is not None and self.loading is None:
-            self._begin_load(self.switch)
         leaves = self.switch.leave if self.switch is not None else ()
+        is_busy = self.running is not None and self.running[0].model in leaves  # it ends before its model leaves
+        if self.switch is not None and self.loading is None and not is_busy:
+            for name in leaves:
+                self.resident.pop(name, None)
+            self.loading, self.loads = (self.switch.load, self.now + self.fleet.load), self.loads + 1
         runnable = [asked for asked in self.waiting if asked.model in self.resident and asked.model not in leaves]
         if self.running is None and runnable:
-            self._run(runnable[0])
-
-    def _begin_load(self, switch: Switch) -> None:
-        busy = None if self.running is None else self.running[0].model
-        if busy in switch.leave:
-            return  # a request in work ends before its model leaves
-        for name in switch.leave:
-            self.resident.pop(name, None)
-        self.loading, self.loads = (switch.load, self.now + self.fleet.load), self.loads + 1
-
-    def _run(self, asked: TracedRequest) -> None:
-        self.waiting.remove(asked)
-        self.running = asked, self.now + asked.work
-        for name in {other.model for other in self.waiting if other.model not in self.resident and other.at < asked.at}:
-            self.overtaken[name] = self.overtaken.get(name, 0.0) + asked.work
+            asked = runnable[0]
+            self.waiting.remove(asked)
+            self.running = asked, self.now + asked.work
+            earlier = {other.model for other in self.waiting if other.at < asked.at}
+            for name in earlier - self.resident.keys():
+                self.overtaken[name] += asked.work
 
     def _demands(self) -> list[ModelDemand]:
         jobs = [*([] if self.running is None else [self.running[0]]), *self.waiting]
-        oldest: dict[str, float] = {}
-        for asked in jobs:
-            oldest.setdefault(asked.model, asked.at)
+        oldest = {asked.model: asked.at for asked in reversed(jobs)}
         return [
             ModelDemand(
                 name=name,
@@ -228,7 +217,7 @@ class _Plait(_Lru):
                 load_s=self.fleet.load,
                 is_resident=name in self.resident,
                 oldest_s=oldest.get(name),
-                overtaken_s=self.overtaken.get(name, 0.0),
+                overtaken_s=self.overtaken[name],
                 used_s=self.resident.get(name, 0.0),
             )
             for name in sorted(oldest.keys() | self.resident.keys())

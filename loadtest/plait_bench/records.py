@@ -55,18 +55,13 @@ def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResu
         "left_out": result.left_out,
         "missed": result.missed,
     }
-    return {key: _rounded(value) for key, value in written.items()}
+    return _rounded(written)
 
 
-def _rounded(value: Any) -> Any:
-    """Return the value with all its floats rounded; tuples become lists."""
-    if isinstance(value, float):
-        return round(value, _DIGITS)
-    if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_rounded(each) for each in value]
-    return value
+def _rounded(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value as JSON has it, with all its floats rounded."""
+    rounded: dict[str, Any] = json.loads(json.dumps(value), parse_float=lambda digits: round(float(digits), _DIGITS))
+    return rounded
 
 
 def read(path: Path) -> list[dict[str, Any]]:

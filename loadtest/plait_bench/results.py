@@ -139,7 +139,13 @@ def _table(
         alike: dict[tuple[str, ...], list[str]] = {}
         for workload, *cells in zip(*columns.values(), strict=True):
             alike.setdefault(tuple(cells), []).append(workload)
-        shared = [(_listed(names), *cells) for cells, names in alike.items()]
+        shared = [
+            (
+                ", ".join(names) if len(names) <= _MAX_NAMES else f"{names[0]} to {names[-1]}, {len(names)} in all",
+                *cells,
+            )
+            for cells, names in alike.items()
+        ]
         columns = dict(zip(columns, map(list, zip(*shared, strict=True)), strict=True))
     heads: dict[tuple[str, ...], str] = {}  # columns with the same cells are one
     for head, cells in columns.items():
@@ -156,12 +162,6 @@ def _table(
         notes.append(f"in bold {divided.pop()} over this system")
     below = "; ".join(notes)
     return "\n".join([*table, "", f"{below[0].upper()}{below[1:]}."] if notes else table)
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) > _MAX_NAMES:
-        return f"{names[0]} to {names[-1]}, {len(names)} in all"
-    return ", ".join(names)
 
 
 def _machines(rows: Sequence[Record]) -> str:
@@ -196,14 +196,14 @@ def _headlines(read: Read) -> Iterator[str]:
     machines: dict[str, None] = {}
     missing = []
     for bench, key, guide, says in HEADLINES:
-        workload, metric, systems = key.split(":")
-        what = f"[`{workload}`]({guide}/README.md#benchmarks) `{systems}`: {says}"
-        row = next((row for row in read(bench) if _key(row) == (workload, systems, metric)), None)
+        wanted = dict(zip(("workload", "metric", "system"), key.split(":"), strict=True))
+        what = f"[`{wanted['workload']}`]({guide}/README.md#benchmarks) `{wanted['system']}`: {says}"
+        row = next((row for row in read(bench) if wanted.items() <= row.items()), None)
         if row is None:
             missing.append(what)
             continue
         low, high = float(row["p20"]), float(row["p80"])
-        ahead = "" if (high < 1.0 if metric in _LESS_IS_BETTER else low > 1.0) else NOT_AHEAD
+        ahead = "" if (high < 1.0 if wanted["metric"] in _LESS_IS_BETTER else low > 1.0) else NOT_AHEAD
         machines[_machine(row)] = None
         where = f"{row['date'][:10]}, `{row['commit'][:7]}`"
         yield f"| **{row['value']:.2f}** ({low:.2f} to {high:.2f}) | {ahead}{what} | {where} |"
@@ -211,10 +211,6 @@ def _headlines(read: Read) -> Iterator[str]:
     yield f"Measured on {'; '.join(machines) or 'no machine yet'}. All: [loadtest/RESULTS.md](loadtest/RESULTS.md)."
     if missing:
         yield f"{NOT_RECORDED} {'; '.join(missing)}."
-
-
-def _key(row: Record) -> tuple[str, str, str]:
-    return row["workload"], row["system"], row["metric"]
 
 
 def with_tables(text: str, read: Read) -> str:

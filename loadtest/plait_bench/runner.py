@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from plait_bench.benchmark import RATIO, Benchmark, Reading, ResultRow, Say, Subject, Workload, chosen
-from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.errors import SystemUnavailable
 from plait_bench.host import HostConditions, conditions, is_busy
 
 TRIALS = 2
@@ -87,19 +87,12 @@ def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> s
     for layout in offered:
         with workload.open(system, layout) as subject:
             subject.warm_up()
-            values = [_deciding(workload, system, subject, number) for number in range(1, plan.trials + 1)]
+            trials = [(subject.trial or subject.measure)(number) for number in range(1, plan.trials + 1)]
+        values = [reading.value for trial in trials for reading in trial if reading.metric == workload.deciding]
         medians[layout] = median(values)
         said = ", ".join(f"{value:.4g}" for value in values)
         say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding]}")
     return max(medians, key=lambda layout: medians[layout])
-
-
-def _deciding(workload: Workload, system: str, subject: Subject, number: int) -> float:
-    """Measure one trial and return its deciding metric."""
-    for reading in (subject.trial or subject.measure)(number):
-        if reading.metric == workload.deciding:
-            return reading.value
-    raise BenchError(f"{workload.name}: a trial of {system} did not measure {workload.deciding}")
 
 
 class _Measuring:
@@ -166,21 +159,13 @@ class _Measuring:
     def _round(self, number: int, subjects: Mapping[str, Subject]) -> None:
         self._seen.append(self._look())
         readings = {system: subject.measure(number) for system, subject in subjects.items()}
-        for system, found in readings.items():
-            self._note(number, system, found)
+        for reading, system in [(reading, system) for system, found in readings.items() for reading in found]:
+            of = reading.system or system
+            key = reading.workload or self._workload.name, of, reading.metric
+            layout = reading.layout or self._layouts.get(of, "")
+            self._taken.setdefault(key, {})[number] = replace(reading, layout=layout)
         said = "; ".join(f"{system} {_said(found)}" for system, found in readings.items())
         self._say(f"{self._workload.name}: round {number} of {self._rounds}: {said}")
-
-    def _note(self, number: int, system: str, readings: Sequence[Reading]) -> None:
-        for reading in readings:
-            of = reading.system or system
-            whole = replace(
-                reading,
-                system=of,
-                workload=reading.workload or self._workload.name,
-                layout=reading.layout or self._layouts.get(of, ""),
-            )
-            self._taken.setdefault((whole.workload, whole.system, whole.metric), {})[number] = whole
 
     def _rows(self) -> list[ResultRow]:
         return [

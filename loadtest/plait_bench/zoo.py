@@ -22,22 +22,18 @@ from typing import Any, TypeAlias
 
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import nn
 
 from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, readings, selected
 from plait_bench.commands import run_command
-from plait_disagg.graph.capture import capture
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.errors import GraphError
-from plait_disagg.graph.execute import Compiled, compile_program
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
-from plait_disagg.graph.sample_inputs import collate, for_module, id_bounds, sample
-from plait_disagg.graph.store import load_program
-from plait_disagg.graph.verify import run_halves
-from plait_disagg.package.manifest import PackageError
-from plait_disagg.package.write import PackageOptions, write_package
-from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.graph.sample_inputs import collate, sample
+from plait_disagg.graph.verify import module_outputs
+from plait_disagg.package import Manifest, PackageError, PackageOptions, open_package, write_package
+from plait_disagg.protocols import DenseHalf, SparseHalf
+from plait_disagg.values import RankRequest
 
 LIBRARIES = ("deepctr-torch==0.3.0", "torch-rechub==0.9.0", "recbole==1.2.1", "torchrec==1.8.0")
 _NEEDED = (
@@ -373,20 +369,16 @@ def judged(name: str, build: Callable[[], Built]) -> dict[str, Any]:
         except (GraphError, PackageError) as error:
             return {"variant": name, "refused": str(error)}
         taken_s = time.perf_counter() - started_s
-        cn, hn = (load_program((folder / f"{half}.json").read_text(encoding="utf-8")) for half in ("cn", "hn"))
-        constants = load_file(folder / "constants.safetensors")
-    captured = capture(module, inputs)
-    rows = {key: int(table.shape[0]) for key, table in captured.tables.items()}
-    bounds = id_bounds(captured.program, rows, captured.constants)
-    halves = compile_program(cn, constants, SeparateTables(captured.tables)), compile_program(hn, constants)
-    compared = [_difference(module, inputs, halves, bounds, seed) for seed in range(_REQUESTS)]
+        package = open_package(folder)
+        halves = package.sparse(), package.dense()
+        compared = [_difference(module, package.manifest, *halves, seed) for seed in range(_REQUESTS)]
     spread = float(torch.cat([scores for _, scores in compared]).std())
     if not spread > _ALIKE:
         return {"variant": name, "refused": f"its scores are all alike (spread {spread:.1g}): nothing was compared"}
-    sizes = value_bytes(cn, candidates=_CANDIDATES, ids_per_bag={})
+    sizes = value_bytes(package.cn, candidates=_CANDIDATES, ids_per_bag={})
     return {
         "variant": name,
-        "crossing_bytes": sum(sizes[ref.name] for _, ref in cn.outputs),
+        "crossing_bytes": sum(sizes[ref.name] for _, ref in package.cn.outputs),
         "by_hand_bytes": _by_hand()[name],
         "package_s": taken_s,
         "millionths": max(difference for difference, _ in compared) * 1e6,
@@ -394,17 +386,16 @@ def judged(name: str, build: Callable[[], Built]) -> dict[str, Any]:
 
 
 def _difference(
-    module: nn.Module, inputs: Any, halves: tuple[Compiled, Compiled], bounds: Mapping[str, int], seed: int
+    module: nn.Module, manifest: Manifest, sparse: SparseHalf, dense: DenseHalf, seed: int
 ) -> tuple[float, torch.Tensor]:
     """Return the max difference of any score of one request, of 2 to 101 candidates, and the module's scores."""
-    candidates = 2 + seed
-    batch = collate(inputs, [sample(inputs, bounds, candidates=candidates, seed=seed)], [candidates])
-    with torch.no_grad():
-        made = module(**for_module(inputs, batch))
-    wanted = list(made.values()) if isinstance(made, Mapping) else list(made) if isinstance(made, tuple) else [made]
-    got = run_halves(*halves, batch).values()
-    difference = max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True))
-    return difference, torch.cat([score.reshape(-1) for score in wanted])
+    inputs, candidates = manifest.inputs, 2 + seed
+    tensors = sample(inputs, manifest.bounds, candidates=candidates, seed=seed)
+    wanted = module_outputs(module, inputs, collate(inputs, [tensors], [candidates]))
+    request = RankRequest(request_id="", model="model", candidates=candidates, tensors=tensors)
+    got = dense.run(sparse.run([request]), [candidates])
+    difference = max(float((one - got[name]).abs().max()) for name, one in wanted.items())
+    return difference, torch.cat([score.reshape(-1) for score in wanted.values()])
 
 
 def install(folder: Path, say: Say) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from starter_training.data import TrainingImages
-from starter_training.loop import SEED, Loss, StageOutcome, Trainer, load_average
+from starter_training.loop import SEED, Loss, StageOutcome, Trainer
 from starter_training.plan import StageRecipe
 from starter_training.text import WIDTH, build_head, build_text_encoder, embed, tokenize
 from starter_training.vae import scaled_latents
@@ -144,15 +144,17 @@ def draw_images(studio: Studio, latents: Tensor, batch: int) -> Draw:
     return draw
 
 
-def train_base(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
-    """Train (or resume training) the denoiser of `studio` in place, then freeze it. The text encoder is frozen."""
+def predicted(studio: Studio) -> Predict:
+    """Return the denoiser's prediction from the prompts as the text encoder embeds them now."""
     prompts = studio.embeddings()
 
     def predict(noisy: Tensor, t: Tensor, batch: TrainingBatch) -> Tensor:
         return torch.as_tensor(studio.unet(noisy, t, prompts[batch.prompts]).sample)
 
+    return predict
+
+
+def train_base(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
+    """Train (or resume training) the denoiser of `studio` in place, then freeze it. The text encoder is frozen."""
     draw = draw_images(studio, studio.latents, recipe.batch)
-    outcome = Trainer("base", studio.unet, recipe, checkpoint).run(diffusion_loss(predict, draw))
-    load_average(studio.unet, outcome.weights)
-    studio.unet.requires_grad_(False).eval()
-    return outcome
+    return Trainer("base", studio.unet, recipe, checkpoint).run(diffusion_loss(predicted(studio), draw))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait_serving.starter.preprocess import PREPROCESSORS
 from starter_training.base import Draw, Studio, TrainingBatch, diffusion_loss
-from starter_training.loop import SEED, StageOutcome, Trainer, load_average
+from starter_training.loop import SEED, StageOutcome, Trainer
 from starter_training.plan import StageRecipe
 from starter_training.vae import scaled_latents
 
@@ -25,14 +25,7 @@ WRONG_PROMPT = 0.5
 NO_PROMPT = 0.2
 
 
-def build_controlnet(studio: Studio) -> ControlNetModel:
-    """Return a ControlNet that starts as a copy of the base's encoder half and adds nothing yet."""
-    torch.manual_seed(SEED + 3)
-    net = ControlNetModel.from_unet(studio.unet, conditioning_embedding_out_channels=(16, 32, 96))
-    return net.requires_grad_(True).to(memory_format=torch.channels_last)
-
-
-def control_tensor(maps: NDArray[np.uint8]) -> Tensor:
+def _control_tensor(maps: NDArray[np.uint8]) -> Tensor:
     """Convert `uint8[n, H, W, 3]` to the `float32[n, 3, H, W]` in 0..1 that ControlNets read."""
     return torch.from_numpy(np.ascontiguousarray(maps)).permute(0, 3, 1, 2).float() / 255
 
@@ -42,7 +35,7 @@ def _draw_controls(studio: Studio, name: str, batch: int) -> Draw:
     recoloured = [np.ascontiguousarray(studio.images.twemoji[..., order]) for order in orders]
     latents = torch.stack([scaled_latents(studio.vae, images) for images in recoloured])
     preprocess = PREPROCESSORS[name]
-    controls = torch.stack([control_tensor(np.stack([preprocess(p) for p in ps])) for ps in recoloured])
+    controls = torch.stack([_control_tensor(np.stack([preprocess(p) for p in ps])) for ps in recoloured])
 
     def draw(generator: torch.Generator) -> TrainingBatch:
         rows = torch.randint(studio.count, (batch,), generator=generator)
@@ -58,8 +51,11 @@ def _draw_controls(studio: Studio, name: str, batch: int) -> Draw:
 def train_controlnet(
     studio: Studio, name: str, recipe: StageRecipe, checkpoint: Path
 ) -> tuple[ControlNetModel, StageOutcome]:
-    """Train (or resume training) and return the ControlNet `name`: `edges` or `colors`."""
-    net = build_controlnet(studio)
+    """Train (or resume training) and return the ControlNet `name`: `edges` or `colors`. It starts as a copy of the
+    base's encoder half that adds nothing yet."""
+    torch.manual_seed(SEED + 3)
+    net = ControlNetModel.from_unet(studio.unet, conditioning_embedding_out_channels=(16, 32, 96))
+    net.requires_grad_(True).to(memory_format=torch.channels_last)
     embeddings = studio.embeddings()
 
     def predict(noisy: Tensor, t: Tensor, batch: TrainingBatch) -> Tensor:
@@ -69,6 +65,4 @@ def train_controlnet(
         return torch.as_tensor(made.sample)
 
     trainer = Trainer(name, net, recipe, checkpoint)
-    outcome = trainer.run(diffusion_loss(predict, _draw_controls(studio, name, recipe.batch)))
-    load_average(net, outcome.weights)
-    return net.requires_grad_(False).eval(), outcome
+    return net, trainer.run(diffusion_loss(predict, _draw_controls(studio, name, recipe.batch)))

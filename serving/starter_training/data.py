@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 import subprocess
 import tarfile
 from dataclasses import dataclass
@@ -68,17 +67,15 @@ def fetch_package(name: str, cache: Path) -> Path:
     archive = cache / f"{name}-{VERSION}.tgz"
     if archive.exists():
         return archive
-    npm = shutil.which("npm")
-    if npm is None:
-        raise NpmUnavailableError("npm is not installed; training needs it to fetch the emoji artwork")
     cache.mkdir(parents=True, exist_ok=True)
-    command = [npm, "pack", f"{name}@{VERSION}", "--silent"]
+    command = ["npm", "pack", f"{name}@{VERSION}", "--silent"]
     try:
-        done = subprocess.run(command, cwd=cache, capture_output=True, text=True, timeout=600, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise NpmUnavailableError(f"npm pack {name} took more than 600 s") from error
-    if done.returncode != 0 or not archive.exists():
-        raise NpmUnavailableError(f"npm pack {name} failed: {done.stderr.strip()[-300:]}")
+        subprocess.run(command, cwd=cache, capture_output=True, text=True, timeout=600, check=True)
+    except FileNotFoundError as error:
+        raise NpmUnavailableError("npm is not installed; training needs it to fetch the emoji artwork") from error
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or error
+        raise NpmUnavailableError(f"npm pack {name} failed: {str(said).strip()[-300:]}") from error
     return archive
 
 
@@ -94,22 +91,14 @@ def _on_white(raw: bytes) -> NDArray[np.uint8]:
 
 def _read_archive(archive: Path, folder: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Return `emoji.json` and the PNG bytes of `folder`, by file name."""
-    entries: list[dict[str, Any]] = []
-    images: dict[str, bytes] = {}
-    prefix = f"package/{folder}/"
+    files: dict[str, bytes] = {}
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
-            wanted = member.name == "package/emoji.json"
-            if not wanted and not member.name.startswith(prefix):
-                continue
-            handle = tar.extractfile(member)
-            if handle is None:
-                continue
-            if wanted:
-                entries = json.load(handle)
-            else:
-                images[member.name.removeprefix(prefix)] = handle.read()
-    return entries, images
+            if member.name.startswith(("package/emoji.json", f"package/{folder}/")) and (
+                file := tar.extractfile(member)
+            ):
+                files[member.name.removeprefix(f"package/{folder}/")] = file.read()
+    return json.loads(files.pop("package/emoji.json")), files
 
 
 def _candidates(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -148,28 +137,15 @@ def drop_look_alikes(names: list[str], means: NDArray[np.uint8], count: int) -> 
 
 
 def load_images(cache: Path, count: int = DEFAULT_COUNT) -> TrainingImages:
-    """Return the training set, from `cache` or npm; the unpacked arrays are kept in `cache` too.
-
-    Raises `NpmUnavailableError`.
-    """
-    kept = cache / f"pictures-{VERSION}-{count}.npz"
-    if kept.exists():
-        with np.load(kept) as stored:
-            return TrainingImages(
-                names=tuple(str(n) for n in stored["names"]), twemoji=stored["twemoji"], noto=stored["noto"]
-            )
+    """Return the training set, of npm's archives in `cache` (a few seconds). Raises `NpmUnavailableError`."""
     archives = {style: fetch_package(package, cache) for style, package in PACKAGES.items()}
     entries, twemoji = _read_archive(archives["twemoji"], FOLDERS["twemoji"])
     _, noto = _read_archive(archives["noto"], FOLDERS["noto"])
     pairs = [(name, image) for name, image in _candidates(entries) if image in twemoji and image in noto]
     all_twemoji = np.stack([_on_white(twemoji[image]) for _, image in pairs])
     stay = drop_look_alikes([name for name, _ in pairs], pooled(all_twemoji), count)
-    images = TrainingImages(
+    return TrainingImages(
         names=tuple(pairs[i][0] for i in stay),
         twemoji=all_twemoji[stay],
         noto=np.stack([_on_white(noto[pairs[i][1]]) for i in stay]),
     )
-    partial = kept.with_suffix(".tmp.npz")
-    np.savez_compressed(partial, names=np.array(images.names), twemoji=images.twemoji, noto=images.noto)
-    partial.replace(kept)
-    return images

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import ControlNetModel, StableDiffusionPipeline
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import CLIPTextModel
 
 from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
@@ -23,10 +23,9 @@ NAME = "emoji"
 KOHYA = ("sketch",)
 
 
-def _half(module: nn.Module, fresh: Any) -> Any:
-    """Return `fresh` with the weights of `module` in fp16; `module` stays unchanged."""
-    fresh.load_state_dict({key: value.contiguous() for key, value in module.state_dict().items()})
-    return fresh.half()
+def _half(module: nn.Module) -> Any:
+    """Return a copy of a module in fp16."""
+    return copy.deepcopy(module).to(memory_format=torch.contiguous_format).half()  # type: ignore[call-overload]
 
 
 def _rewrite(path: Path, changes: Mapping[str, str]) -> None:
@@ -39,10 +38,10 @@ def _rewrite(path: Path, changes: Mapping[str, str]) -> None:
 def export_base(studio: Studio, folder: Path) -> None:
     """Write the base model as an ordinary diffusers folder `emoji` with fp16 weights."""
     pipe = StableDiffusionPipeline(
-        vae=_half(studio.vae, AutoencoderKL.from_config(studio.vae.config)),
-        text_encoder=_half(studio.encoder, CLIPTextModel(studio.encoder.config)),
+        vae=_half(studio.vae),
+        text_encoder=_half(studio.encoder),
         tokenizer=studio.tokenizer,
-        unet=_half(studio.unet, UNet2DConditionModel.from_config(studio.unet.config)),
+        unet=_half(studio.unet),
         scheduler=build_scheduler(),
         safety_checker=None,
         feature_extractor=None,
@@ -56,8 +55,7 @@ def export_base(studio: Studio, folder: Path) -> None:
 
 def export_controlnet(net: ControlNetModel, name: str, folder: Path) -> None:
     """Write one ControlNet as a diffusers folder with fp16 weights."""
-    half = _half(net, ControlNetModel.from_config(net.config))
-    half.save_pretrained(folder / "controlnets" / name, safe_serialization=True)
+    _half(net).save_pretrained(folder / "controlnets" / name, safe_serialization=True)
 
 
 def export_lora(tensors: Mapping[str, Tensor], name: str, folder: Path) -> None:

@@ -6,7 +6,6 @@ the same as an uninterrupted one.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import time
@@ -27,9 +26,8 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class StageOutcome:
-    """The result of a stage: averaged weights, seconds of training so far, the last smoothed loss."""
+    """The result of a stage: seconds of training so far, the last smoothed loss."""
 
-    weights: dict[str, Tensor]
     seconds_s: float
     loss: float
 
@@ -41,14 +39,6 @@ def learning_rate(step: int, recipe: StageRecipe) -> float:
     return recipe.rate * warm * (0.02 + 0.98 * cosine)
 
 
-def save_atomically(value: object, path: Path) -> None:
-    """Call `torch.save` so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    torch.save(value, partial)
-    partial.replace(path)
-
-
 class Trainer:
     """Trains the parameters of `module` that require a gradient, and keeps its progress in `path`."""
 
@@ -56,6 +46,7 @@ class Trainer:
         self, name: str, module: nn.Module, recipe: StageRecipe, path: Path, *, save_every_s: float = 60.0
     ) -> None:
         self.name, self.recipe, self.path, self.save_every_s = name, recipe, path, save_every_s
+        self.module = module
         self.live = {key: value for key, value in module.named_parameters() if value.requires_grad}
         self.average = {key: value.detach().clone() for key, value in self.live.items()}
         self.optimiser = torch.optim.AdamW(
@@ -74,7 +65,7 @@ class Trainer:
         self.step, self.seconds_s, self.loss = state["step"], state["seconds_s"], state["loss"]
 
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Write the checkpoint so that a reader sees the old one or the new one, never a part."""
         state = {
             "live": {key: value.detach() for key, value in self.live.items()},
             "average": self.average,
@@ -83,7 +74,10 @@ class Trainer:
             "seconds_s": self.seconds_s,
             "loss": self.loss,
         }
-        save_atomically(state, self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".part")
+        torch.save(state, partial)
+        partial.replace(self.path)
 
     def _advance(self, loss: Loss) -> None:
         for group in self.optimiser.param_groups:
@@ -100,7 +94,8 @@ class Trainer:
         self.loss = now if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * now
 
     def run(self, loss: Loss) -> StageOutcome:
-        """Train up to the recipe's steps. A line of progress goes to stderr."""
+        """Train up to the recipe's steps, then put the averaged weights into the module and freeze it. A line of
+        progress goes to stderr."""
         started = saved = time.monotonic()
         before_s, first = self.seconds_s, self.step
         while self.step < self.recipe.steps:
@@ -115,12 +110,8 @@ class Trainer:
                 )
                 self.save()
                 saved = time.monotonic()
-        return StageOutcome(weights=copy.deepcopy(self.average), seconds_s=self.seconds_s, loss=self.loss)
-
-
-def load_average(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Put averaged weights into `module`. Raises KeyError for names that it lacks."""
-    own = dict(module.named_parameters())
-    with torch.no_grad():
-        for key, value in weights.items():
-            own[key].copy_(value)
+        with torch.no_grad():
+            for key, value in self.average.items():
+                self.live[key].copy_(value)
+        self.module.requires_grad_(False).eval()
+        return StageOutcome(seconds_s=self.seconds_s, loss=self.loss)

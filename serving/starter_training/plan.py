@@ -52,6 +52,6 @@ def override(plan: Plan, settings: list[str]) -> Plan:
         stage, _, field = key.partition(".")
         if stage not in changed or field not in ("steps", "batch", "rate", "ema") or not value:
             raise ValueError(f"expected <stage>.<steps|batch|rate|ema>=<number>, got {setting!r}")
-        number = int(value) if field in ("steps", "batch") else float(value)
-        changed[stage] = replace(changed[stage], **{field: number})  # type: ignore[arg-type]
+        number = type(getattr(changed[stage], field))(value)
+        changed[stage] = replace(changed[stage], **{field: number})
     return changed

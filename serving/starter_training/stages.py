@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from starter_training.base import Studio, build_studio, train_base
+from starter_training.base import build_studio, train_base
 from starter_training.controlnets import train_controlnet
 from starter_training.data import TrainingImages
 from starter_training.export import export_base, export_controlnet, export_lora, export_rest
@@ -19,23 +19,19 @@ from starter_training.text import build_tokenizer, train_text
 from starter_training.vae import train_decoder, train_vae
 
 
-def prepare(images: TrainingImages, plan: Plan, work: Path) -> tuple[Studio, dict[str, StageOutcome]]:
-    """Train autoencoder, decoder, text encoder and base, as far as their checkpoints in `work` are incomplete."""
-    vae, first = train_vae(images, plan["vae"], work / "vae.pt")
-    second = train_decoder(vae, images, plan["decoder"], work / "decoder.pt")
-    studio = build_studio(images, vae, build_tokenizer(images.names))
-    third = train_text(
-        studio.encoder, studio.head, studio.ids, studio.latents, recipe=plan["text"], checkpoint=work / "text.pt"
-    )
-    fourth = train_base(studio, plan["base"], work / "base.pt")
-    return studio, {"vae": first, "decoder": second, "text": third, "base": fourth}
-
-
 def train_all(
     images: TrainingImages, plan: Plan, work: Path, out: Path, stages: tuple[str, ...]
 ) -> dict[str, StageOutcome]:
-    """Train `stages` (the first four always), write the bundle to `out`, and return each stage's outcome."""
-    studio, outcomes = prepare(images, plan, work)
+    """Train `stages` (the first four always) as far as their checkpoints in `work` are incomplete, write the bundle to
+    `out`, and return each stage's outcome."""
+    outcomes: dict[str, StageOutcome] = {}
+    vae, outcomes["vae"] = train_vae(images, plan["vae"], work / "vae.pt")
+    outcomes["decoder"] = train_decoder(vae, images, plan["decoder"], work / "decoder.pt")
+    studio = build_studio(images, vae, build_tokenizer(images.names))
+    outcomes["text"] = train_text(
+        studio.encoder, studio.head, studio.ids, studio.latents, recipe=plan["text"], checkpoint=work / "text.pt"
+    )
+    outcomes["base"] = train_base(studio, plan["base"], work / "base.pt")
     export_base(studio, out)
     for name in ("edges", "colors"):
         if name in stages:

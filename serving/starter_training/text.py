@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from starter_training.loop import SEED, Loss, StageOutcome, Trainer, load_average
+from starter_training.loop import SEED, Loss, StageOutcome, Trainer
 from starter_training.plan import StageRecipe
 
 VOCABULARY = 1400
@@ -114,7 +114,4 @@ def train_text(
 ) -> StageOutcome:
     """Train (or resume training) `encoder` and `head` in place, then freeze them."""
     both = nn.ModuleDict({"encoder": encoder, "head": head})
-    outcome = Trainer("text", both, recipe, checkpoint).run(spelling_loss(encoder, head, ids, latents, recipe.batch))
-    load_average(both, outcome.weights)
-    both.requires_grad_(False).eval()
-    return outcome
+    return Trainer("text", both, recipe, checkpoint).run(spelling_loss(encoder, head, ids, latents, recipe.batch))

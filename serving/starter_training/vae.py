@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait_serving.starter.preprocess import pixel, sketch
 from starter_training.data import TrainingImages
-from starter_training.loop import SEED, StageOutcome, Trainer, load_average
+from starter_training.loop import SEED, StageOutcome, Trainer
 from starter_training.plan import StageRecipe
 
 LATENT_WEIGHT = 1e-4
@@ -86,11 +86,9 @@ def train_vae(images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> 
         return _image_loss(y, x) + LATENT_WEIGHT * torch.as_tensor(mean).square().mean()
 
     outcome = Trainer("vae", vae, recipe, checkpoint).run(loss)
-    load_average(vae, outcome.weights)
-    vae.requires_grad_(False)
     spread = encode(vae, to_tensor(images.twemoji)).std()
     vae.register_to_config(scaling_factor=float(1 / spread))
-    return vae.eval(), outcome
+    return vae, outcome
 
 
 def train_decoder(vae: AutoencoderKL, images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
@@ -106,10 +104,7 @@ def train_decoder(vae: AutoencoderKL, images: TrainingImages, recipe: StageRecip
         noise = torch.randn(latents[rows].shape, generator=generator)
         return _image_loss(vae.decode(latents[rows] + DECODER_NOISE * noise).sample, everything[rows])
 
-    outcome = Trainer("decoder", vae, recipe, checkpoint).run(loss)
-    load_average(vae, outcome.weights)
-    vae.requires_grad_(False)
-    return outcome
+    return Trainer("decoder", vae, recipe, checkpoint).run(loss)
 
 
 @torch.no_grad()

@@ -11,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionControlNetPipeline
 from safetensors.torch import load_file
 from torch import nn
 
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
+from starter_training import __main__ as command
 from starter_training.data import PACKAGES, NpmUnavailableError, TrainingImages, fetch_package
 from starter_training.loop import Trainer
 from starter_training.plan import FULL, STAGES, StageRecipe, override, smoke_plan
 from starter_training.stages import train_all
 from starter_training.text import LENGTH, build_tokenizer
+from starter_training.vae import scaled_latents
 
 NAMES = ("red apple", "rocket", "blue ball", "green box", "yellow sun", "pink pig")
 
@@ -81,6 +83,14 @@ def test_diffusers_loads_the_bundle_and_all_lora_keys(bundle):
     assert np.isfinite(made).all()
 
 
+def test_the_autoencoder_that_is_written_scales_latents_to_deviation_one(bundle):
+    """Its scaling factor is the one that was measured, and not the default of its class."""
+    out, _, _, images = bundle
+    vae = AutoencoderKL.from_pretrained(out / "emoji" / "vae")
+    with torch.no_grad():
+        assert float(scaled_latents(vae, images.twemoji).std()) == pytest.approx(1.0, abs=0.02)
+
+
 def test_a_second_run_trains_nothing_and_writes_the_same(bundle, tmp_path):
     """With all checkpoints there, the program goes straight to the export, and weights are equal bit for bit."""
     out, work, outcomes, images = bundle
@@ -103,7 +113,8 @@ def fit(path: Path, steps: int, stop_at: int | None = None) -> dict[str, torch.T
         return ((layer(x) - x.flip(1)) ** 2).mean()
 
     trainer = Trainer("layer", layer, StageRecipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
-    return trainer.run(loss).weights
+    trainer.run(loss)
+    return layer.state_dict()
 
 
 def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
@@ -134,6 +145,16 @@ def test_overrides_change_one_number_and_refuse_nonsense():
     for wrong in ("bass.steps=7", "base.stops=7", "base.steps=", "base.steps=0"):
         with pytest.raises(ValueError, match=r"expected|impossible"):
             override(FULL, [wrong])
+
+
+def test_what_was_written_is_measured_if_asked_for(tmp_path, monkeypatch, capsys):
+    """By `plait models verify` of the folder, whose exit code is the command's: here it finds no bundle."""
+    monkeypatch.setattr(command, "load_images", lambda *_: None)
+    monkeypatch.setattr(command, "train_all", lambda *_: None)
+    given = ["--smoke", "--cache", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert command.main(given) == 0
+    assert command.main([*given, "--verify"]) == 1
+    assert str(tmp_path / "out") in capsys.readouterr().err
 
 
 @pytest.mark.slow  # 30 s on idle cores, and what npm takes

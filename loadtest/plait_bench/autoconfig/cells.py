@@ -22,8 +22,9 @@ from typing import Any
 
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import max_goodput_per_cost
-from plait_autoconfig.rows import load_lines, run_line, trial_line
+from plait_autoconfig.rows import run_line, trial_line
 from plait_autoconfig.space import Space
+from plait_autoconfig.store import read_library
 from plait_autoconfig.values import Config, Hardware, Trial
 from plait_bench.autoconfig.cell_services import engine_cells, rank_cells
 from plait_bench.autoconfig.services import ENGINE, RANK, MeasureCell
@@ -123,7 +124,7 @@ def measure(workload: CellWorkload, path: Path, *, times: int, say: Say) -> None
 def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
     """Return the run that the file holds, or start a new one."""
     if path.is_file():
-        return load_lines(path.read_text(encoding="utf-8").splitlines())[0]
+        return read_library(path)[0]
     facts = host_facts()
     memory_bytes = int(float(facts["ram_gib"]) * 2**30)
     run = LibraryRun(

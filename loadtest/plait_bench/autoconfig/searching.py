@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -104,7 +105,11 @@ class Searching(Workload):
 
     systems: tuple[str, ...] = SYSTEMS
     cold: Searching | None = None
-    metrics: dict[str, str]
+    metrics: Mapping[str, str] = {
+        **{f"regret_at_{mark}": "share" for mark in (*MARKS, "end")},
+        **dict.fromkeys(("trials_to_5pct", "extra_trials_to_5pct"), "trials"),
+    }
+    untimed = metrics
     compared = frozenset({"trials_to_5pct"})
     suite: Suite
 
@@ -121,28 +126,22 @@ class Searching(Workload):
     def prepare(self, say: Say) -> None:
         """Load the suite. Raises `SystemUnavailable` without its data."""
         self.suite = self._load()
-        self.metrics = {f"regret_at_{mark}": "share" for mark in MARKS}
-        self.metrics |= {"regret_at_end": "share", "trials_to_5pct": "trials", "extra_trials_to_5pct": "trials"}
-        self.untimed = self.metrics
 
     def take(self, system: str, number: int) -> list[Reading]:
         """Search every service with a seed."""
-        suite, seed = self.suite, number - 1
-        curves = [play(self._maker(system), task, seed=seed, trials=suite.trials) for task in suite.tasks]
+        suite, seed, make = self.suite, number - 1, partial(self._designer, system)
+        curves = [play(make, task, seed=seed, trials=suite.trials) for task in suite.tasks]
         self.played.setdefault(system, {})[seed] = curves
         return self.readings(system, seed, curves)
 
-    def _maker(self, system: str) -> Make:
-        def make(task: TuningTask, seed: int) -> Designer:
-            service = task.service
-            given: dict[str, Any] = {"seed": seed, "library": task.library, "context": service.context}
-            if system != OURS:
-                return make_designer(system, service.space, service.objective, **given)
-            if task.name not in self._learned:
-                self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
-            return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])
-
-        return make
+    def _designer(self, system: str, task: TuningTask, seed: int) -> Designer:
+        service = task.service
+        given: dict[str, Any] = {"seed": seed, "library": task.library, "context": service.context}
+        if system != OURS:
+            return make_designer(system, service.space, service.objective, **given)
+        if task.name not in self._learned:
+            self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
+        return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])
 
     def readings(self, system: str, seed: int, curves: Sequence[Curve]) -> list[Reading]:
         """Summarise the searches of one seed over the services."""

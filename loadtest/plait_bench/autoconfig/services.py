@@ -32,9 +32,9 @@ from plait_autoconfig.errors import TunerError
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective, maximise, parse_objective
-from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of, pooled
+from plait_autoconfig.store import read_library
+from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of
 from plait_bench.benchmark import chosen, published
 from plait_bench.errors import BenchError
 
@@ -107,12 +107,8 @@ class Service:
     def values(self) -> NDArray[np.float64]:
         """The goal by cell, (N,), as a positive number where higher is better; 0 where infeasible."""
         goal = self.objective.require_one_goal()
-        found = np.zeros(len(self.truth))
-        for index, outcome in enumerate(self.truth):
-            if self.objective.feasible(outcome):
-                value = outcome.metrics[goal.metric]
-                found[index] = value if goal.direction == "max" else 1.0 / value
-        return found
+        known = [it.metrics[goal.metric] if self.objective.feasible(it) else None for it in self.truth]
+        return np.array([0.0 if it is None else it if goal.direction == "max" else 1.0 / it for it in known])
 
     @cached_property
     def index(self) -> dict[object, int]:
@@ -220,35 +216,29 @@ def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space])
 
 def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
     """Read the runs of the files. Raises `BenchError` naming the file."""
-    runs: list[LibraryRun] = []
-    for path in paths:
-        try:
-            runs += load_lines(path.read_text(encoding="utf-8").splitlines())
-        except (OSError, UnicodeDecodeError, TunerError) as error:
-            raise BenchError(f"{path} is no library of trials: {error}") from error
-    return runs
+    try:
+        return [run for path in paths for run in read_library(path)]
+    except TunerError as error:
+        raise BenchError(f"no library of trials: {error}") from error
 
 
 def _own_service(run: LibraryRun, space: Space) -> Service | None:
     """Return the run as a service, or None unless every cell was measured. Raises `BenchError`."""
     try:
         objective = parse_objective(next(iter(run.goals), ""))
-        outcomes = {
-            space.key(space.check(cell.config)): tuple(trial.outcome for trial in cell.trials)
-            for cell in cells_of(run.trials)
-        }
+        cells = {space.key(space.check(cell.config)): cell for cell in cells_of(run.trials)}
     except TunerError as error:
         raise BenchError(f"the recorded run {run.run_id!r} cannot be read: {error}") from error
     keys = [space.key(cell) for cell in space.cells()]
-    shown = {at: outcomes[key] for at, key in enumerate(keys) if key in outcomes}
-    truth = [known for at in shown if (known := pooled(shown[at])) is not None]
-    if len(truth) < len(keys):
+    if not cells.keys() >= set(keys):
         return None
+    truth = tuple(cells[key].outcome for key in keys)
+    shown = {at: tuple(trial.outcome for trial in cells[key].trials) for at, key in enumerate(keys)}
     context = ServiceContext(
         service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions
     )  # fmt: skip
     tie = _tie(list(shown.values()), objective)
-    return Service(space=space, objective=objective, truth=tuple(truth), context=context, tie=tie, shown=shown)
+    return Service(space=space, objective=objective, truth=truth, context=context, tie=tie, shown=shown)
 
 
 def _tie(shown: Sequence[Sequence[TrialOutcome]], objective: Objective) -> float:

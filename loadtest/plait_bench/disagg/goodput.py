@@ -33,7 +33,6 @@ from plait_loadtest.capacity import (
     RateTrial,
     find_capacity,
 )
-from plait_loadtest.measure import RunSummary
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
     GeneratorLimits,
@@ -142,30 +141,20 @@ def load_on(url: str, bodies: Sequence[Path], *, limit_ms: float, seed: int, set
         runs += 1
         settle()
         at = at_rate(scenario, rate_per_s, min(duration_s, MAX_LOAD_S)).model_copy(update={"seed": seed + runs})
-        return observed(run_scenario(at).summary, limit_ms)
+        summary = run_scenario(at).summary
+        total = summary.total  # the bodies are separate classes only because each is a file of its own
+        everything = ClassCount(
+            name="all", percentile=_PERCENTILE, latency_ms=limit_ms,
+            judged=total.judged, good=total.good, blamed=total.blamed,
+        )  # fmt: skip
+        return Observed(
+            classes=(everything,),
+            achieved_per_s=total.achieved_per_s,
+            goodput_per_s=total.goodput_per_s,
+            invalid=tuple((it.code, it.text) for it in summary.reasons if it.code not in {"too_few", *RETRIED}),
+        )
 
     return load
-
-
-def observed(summary: RunSummary, limit_ms: float) -> Observed:
-    """Judge all requests together: the bodies are separate classes only because each is a file of its own."""
-    total = summary.total
-    everything = ClassCount(
-        name="all",
-        percentile=_PERCENTILE,
-        latency_ms=limit_ms,
-        judged=total.judged,
-        good=total.good,
-        blamed=total.blamed,
-    )
-    return Observed(
-        classes=(everything,),
-        achieved_per_s=total.achieved_per_s,
-        goodput_per_s=total.goodput_per_s,
-        invalid=tuple(
-            (reason.code, reason.text) for reason in summary.reasons if reason.code not in {"too_few", *RETRIED}
-        ),
-    )
 
 
 def _scenario(

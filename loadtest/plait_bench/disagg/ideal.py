@@ -1,21 +1,21 @@
 """What a split can be: the same two halves called directly, each in a process of its own, and nothing between them but
 the bare tensors.
 
-This process runs the CN's half, copies what crosses into shared memory whose layout both sides know beforehand, and
-adds one to an eventfd; the child runs the HN's half over views of that memory with the executor that plait uses, copies
-the outputs behind them and adds one to another eventfd. No queue, no header, no check, no callers: it cannot serve
-anybody.
+This process runs the CN's half, copies what crosses into shared memory that both sides have mapped beforehand, and adds
+one to an eventfd; the child runs the HN's half over that memory with the executor that plait uses, copies the outputs
+into more of it and adds one to another eventfd. No queue, no header, no check, no callers: it cannot serve anybody.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -25,10 +25,10 @@ from plait_disagg.protocols import SparseHalf
 from plait_disagg.values import RankRequest
 from plait_kernels.threads import set_threads
 
-_ALIGNMENT_BYTES = 64
-
-_Shapes = Mapping[str, tuple[str, Sequence[int]]]
+_Shapes: TypeAlias = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 """Dtype and shape of each tensor, by name."""
+
+_Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class IdealSplit:
@@ -38,7 +38,7 @@ class IdealSplit:
         self,
         sparse: SparseHalf,
         batches: Sequence[Sequence[RankRequest]],
-        slots: Sequence[_Slot],
+        slots: Sequence[tuple[_Tensors, _Tensors]],
         asked: int,
         done: int,
     ) -> None:
@@ -65,44 +65,32 @@ class IdealSplit:
         return self._sent - first
 
     def _put(self, number: int) -> None:
-        slot = self._slots[self._sent % len(self._slots)]  # the child takes them in turn
+        shared, _ = self._slots[self._sent % len(self._slots)]  # the child takes them in turn
         with torch.inference_mode():
             crossing = self._sparse.run(self._batches[number % len(self._batches)])
-            for name, tensor in slot.crossing.items():
+            for name, tensor in shared.items():
                 tensor.copy_(crossing[name])
         os.eventfd_write(self._asked, 1)
         self._sent += 1
 
     def _get(self) -> list[torch.Tensor]:
         os.eventfd_read(self._done)
-        slot = self._slots[self._received % len(self._slots)]
+        _, outputs = self._slots[self._received % len(self._slots)]
         self._received += 1
-        return [output.clone() for output in slot.outputs.values()]
+        return [output.clone() for output in outputs.values()]
 
 
-class _Slot:
-    """The tensors of one batch in shared memory: what crosses, then the outputs."""
+def _slots(folder: Path, count: int, crossing: _Shapes, outputs: _Shapes) -> list[tuple[_Tensors, _Tensors]]:
+    """Map the tensors of each batch, each a file of the folder: what crosses, and the outputs."""
 
-    def __init__(self, memory: mmap.mmap, start: int, crossing: _Shapes, outputs: _Shapes) -> None:
-        self.crossing: dict[str, torch.Tensor] = {}
-        self.outputs: dict[str, torch.Tensor] = {}
-        for shapes, tensors in ((crossing, self.crossing), (outputs, self.outputs)):
-            for name, (dtype_name, shape) in shapes.items():
-                dtype: torch.dtype = getattr(torch, dtype_name)
-                flat = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start)
-                tensors[name] = flat.view(*shape)
-                start += _room(dtype_name, shape)
+    def mapped(kind: str, shapes: _Shapes) -> _Tensors:
+        found = {}
+        for number, (name, (dtype, shape)) in enumerate(shapes.items()):
+            flat = torch.from_file(f"{folder}/{kind}-{number}", shared=True, size=math.prod(shape), dtype=dtype)
+            found[name] = flat.view(*shape)
+        return found
 
-
-def _room(dtype_name: str, shape: Sequence[int]) -> int:
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    nbytes = math.prod(shape) * dtype.itemsize
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _slots(memory: mmap.mmap, count: int, crossing: _Shapes, outputs: _Shapes) -> list[_Slot]:
-    size = sum(_room(*described) for described in (*crossing.values(), *outputs.values()))
-    return [_Slot(memory, number * size, crossing, outputs) for number in range(count)]
+    return [(mapped(f"crossing-{slot}", crossing), mapped(f"outputs-{slot}", outputs)) for slot in range(count)]
 
 
 @contextmanager
@@ -117,37 +105,39 @@ def ideal_split(
     sparse, candidates = package.sparse(), [request.candidates for request in batches[0]]
     with torch.inference_mode():
         first = sparse.run(batches[0])
-    crossing = {name: (str(it.dtype).removeprefix("torch."), list(it.shape)) for name, it in first.items()}
-    outputs = {name: ("float32", [sum(candidates), *tail]) for name, tail in package.card().outputs.items()}
-    nbytes = slots * sum(_room(*described) for described in (*crossing.values(), *outputs.values()))
-    descriptors = os.memfd_create("ideal"), *(os.eventfd(0, os.EFD_SEMAPHORE) for _ in range(2))
-    shapes = slots, crossing, outputs
+    crossing = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in first.items()}
+    outputs = {name: (torch.float32, (sum(candidates), *tail)) for name, tail in package.card().outputs.items()}
+    bells = tuple(os.eventfd(0, os.EFD_SEMAPHORE) for _ in range(2))
     try:
-        os.ftruncate(descriptors[0], nbytes)
-        how = (_dense_half, package.folder, hn_threads, descriptors, shapes, candidates)
-        with started(*how, pass_fds=descriptors) as child:
-            said(child)
-            memory = mmap.mmap(descriptors[0], nbytes)
-            yield IdealSplit(sparse, batches, _slots(memory, *shapes), descriptors[1], descriptors[2])
+        with tempfile.TemporaryDirectory(prefix="plait-bench-", dir="/dev/shm") as folder:
+            layout = Path(folder), slots, crossing, outputs
+            shared = _slots(*layout)
+            with started(_dense_half, package.folder, hn_threads, bells, layout, candidates, pass_fds=bells) as child:
+                said(child)
+                yield IdealSplit(sparse, batches, shared, *bells)
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for bell in bells:
+            os.close(bell)
 
 
 def _dense_half(
-    folder: Path, threads: int, descriptors: Sequence[int], shapes: tuple[int, _Shapes, _Shapes], candidates: list[int]
+    package: Path,
+    threads: int,
+    bells: tuple[int, int],
+    layout: tuple[Path, int, _Shapes, _Shapes],
+    candidates: list[int],
 ) -> None:
     """Run the dense half on every batch that is announced, until killed."""
-    memory, asked, done = descriptors
+    asked, done = bells
     set_threads(threads)
-    dense = open_package(folder).dense(prepares=True)
-    slots = _slots(mmap.mmap(memory, 0), *shapes)
+    dense = open_package(package).dense(prepares=True)
+    slots = _slots(*layout)
     print("ready", flush=True)
     with torch.inference_mode():
         while True:
-            for slot in slots:
+            for crossing, outputs in slots:
                 os.eventfd_read(asked)
-                made = dense.run(slot.crossing, candidates)
-                for name, output in slot.outputs.items():
+                made = dense.run(crossing, candidates)
+                for name, output in outputs.items():
                     output.copy_(made[name])
                 os.eventfd_write(done, 1)

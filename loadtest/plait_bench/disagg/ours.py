@@ -22,7 +22,6 @@ from plait_bench.disagg.peer import announce
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import Ranker
-from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
@@ -72,13 +71,8 @@ def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
 def apart(package: Package, threads: int) -> Ranker:
     """Open a ranker with both halves in one child."""
     ranker = CoreRanker(RemoteCore(package.manifest.name, start_child(package, threads, "whole")))
-    wait_until_ready(ranker.core)
+    _wait(lambda: ranker.core.ready() is None, "the worker is not ready")
     return ranker
-
-
-def wait_until_ready(core: Core) -> None:
-    """Wait until a core can answer. Raises `SystemFailed` if that takes a minute."""
-    _wait(lambda: core.ready() is None, "the worker is not ready")
 
 
 def _wait(condition: Callable[[], bool], otherwise: str) -> None:
@@ -111,7 +105,7 @@ def _serve_worker(folder: Path, threads: int, role: str, address: str, secret: b
     else:
         core = WholeCore(package.card(), package.sparse(), package.dense(prepares=True), knobs=knobs)
         stop = CoreServer(core, [listener]).stop
-        wait_until_ready(core)
+        _wait(lambda: core.ready() is None, "the worker is not ready")
     print("ready", flush=True)
     sys.stdin.read()
     stop(drain_s=0)

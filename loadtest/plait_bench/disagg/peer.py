@@ -52,16 +52,18 @@ _START_S = 180.0
 
 def body(request: RankRequest) -> bytes:
     """Make the body of one infer request: all tensors binary, scores requested in binary."""
-    inputs, data = [], []
-    for name, tensor in request.tensors.items():
-        raw = tensor.numpy().tobytes()
-        data.append(raw)
-        entry = {"name": name, "shape": list(tensor.shape), "datatype": _DATATYPES[tensor.dtype]}
-        inputs.append({**entry, "parameters": {"binary_data_size": len(raw)}})
+    inputs, data = zip(*(_described(name, tensor) for name, tensor in request.tensors.items()), strict=True)
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}, separators=(",", ":"))
     if len(head) > HEADER_BYTES:
         raise ValueError(f"a header of {len(head)} bytes does not fit {HEADER_BYTES}")
     return b"".join([head.encode().ljust(HEADER_BYTES), *data])
+
+
+def _described(name: str, tensor: torch.Tensor) -> tuple[dict[str, Any], bytes]:
+    """Return what a header says of a tensor, and its bytes."""
+    data, shape = tensor.numpy().tobytes(), list(tensor.shape)
+    parameters = {"binary_data_size": len(data)}
+    return {"name": name, "shape": shape, "datatype": _DATATYPES[tensor.dtype], "parameters": parameters}, data
 
 
 def parse(content: bytes, header_bytes: int) -> dict[str, torch.Tensor]:
@@ -94,13 +96,7 @@ def repeat_user(inputs: tuple[Input, ...], tensors: dict[str, torch.Tensor]) -> 
 
 
 def _answer(scores: torch.Tensor) -> Response:
-    data = scores.numpy().tobytes()
-    entry = {
-        "name": "scores",
-        "datatype": "FP32",
-        "shape": list(scores.shape),
-        "parameters": {"binary_data_size": len(data)},
-    }
+    entry, data = _described("scores", scores)
     head = json.dumps({"model_name": "model", "outputs": [entry]}).encode()
     return Response(head + data, media_type=HEADERS["content-type"], headers={_HEADER_BYTES: str(len(head))})
 

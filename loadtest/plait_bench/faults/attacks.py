@@ -205,19 +205,19 @@ def attacking(name: str, url: str, *, turn: int = 0) -> Iterator[Counter[str]]:
 def _attack(name: str, url: str, turn: int) -> None:
     """Attack until standard input ends, then print how requests ended."""
     os.nice(_NICE)
-    print(json.dumps(asyncio.run(_until_told(name, url, turn))), flush=True)
 
+    async def until_told() -> Counter[str]:
+        async with Client(url, key=KEYS["a"]) as client:
+            attacker = Attacker(url, client, turn)
+            attack = asyncio.ensure_future(ATTACKS[name](attacker))
+            # A thread that waits for the pipe would keep this process alive after an attack that failed.
+            asyncio.get_running_loop().add_reader(sys.stdin, attack.cancel)
+            print("begun", flush=True)
+            with suppress(asyncio.CancelledError):
+                await attack
+            return attacker.ended
 
-async def _until_told(name: str, url: str, turn: int) -> Counter[str]:
-    async with Client(url, key=KEYS["a"]) as client:
-        attacker = Attacker(url, client, turn)
-        attack = asyncio.ensure_future(ATTACKS[name](attacker))
-        # A thread that waits for the pipe would keep this process alive after an attack that failed.
-        asyncio.get_running_loop().add_reader(sys.stdin, attack.cancel)
-        print("begun", flush=True)
-        with suppress(asyncio.CancelledError):
-            await attack
-        return attacker.ended
+    print(json.dumps(asyncio.run(until_told())), flush=True)
 
 
 # ---- what they send: files that cost far more to read than to send, prompts and sizes --------------------------------

@@ -44,6 +44,7 @@ from plait_bench.faults.server import (
     grown,
     send_all,
     settled,
+    watched,
 )
 
 _WEIGHTS: Mapping[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
@@ -335,9 +336,8 @@ class Night(Ends):
 
 SAMPLED = HELD[:-2]
 _WARM_SHARE, _EVERY_S, _CAPACITY_S, _SHARE = 0.1, 5.0, 30.0, 0.7
-_BLOCKS, _SIGMA, _NOISES = 30, 1.4826, 2.0
-"""Samples are taken together to so many medians: neighbours are alike, and an interval would be too narrow. The
-standard deviation of a normal distribution is 1.4826 median absolute deviations."""
+_BLOCKS, _NOISES = 30, 2.0
+"""Samples are taken together to so many medians: neighbours are alike, and an interval would be too narrow."""
 
 
 class Slope(NamedTuple):
@@ -359,7 +359,7 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
     taken = np.array([np.median(part) for part in np.array_split(np.asarray(values, dtype=float), parts)])
     fit = stats.theilslopes(taken, hours, alpha=0.95)
     around = taken - (fit.intercept + fit.slope * hours)
-    noise = _SIGMA * np.median(np.abs(around - np.median(around)))
+    noise = stats.median_abs_deviation(around, scale="normal")
     grows = fit.low_slope > 0.0 and fit.slope * (hours[-1] - hours[0]) > _NOISES * noise
     return Slope(float(fit.slope), float(fit.low_slope), float(fit.high_slope), bool(grows))
 
@@ -378,18 +378,12 @@ class Steady(Mixed):
 
     async def measured(self, system: str, number: int) -> list[Reading]:
         """Offer the load, and sample; the first tenth of the samples does not count."""
-        ends, samples = Tally(), list[tuple[float, Usage]]()
-
-        async def sample() -> None:
-            while True:
-                samples.append((time.monotonic(), await asyncio.to_thread(self.server.usage)))
-                await asyncio.sleep(_EVERY_S)
-
+        ends = Tally()
         async with Client(self.server.url) as client:
             per_s = _SHARE * await capacity_per_s(client, draw(self.asks), seconds=_CAPACITY_S, clients=_CLIENTS)
             self.say(f"{per_s:.2f} requests/s are offered for {_STEADY_S / 60:g} minutes")
             until_s = time.monotonic() + _STEADY_S
-            async with cancelled([asyncio.create_task(sample())]):
+            async with watched(self.server.usage, every_s=_EVERY_S) as samples:
                 await send_at_pace(
                     client, self.asks, per_s, lambda ask, reply: ends.add(self.judged(ask, reply)),
                     until=lambda: time.monotonic() > until_s,

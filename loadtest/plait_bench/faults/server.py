@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import httpx2
+import psutil
 
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload
 from plait_bench.commands import serving_plait
@@ -120,12 +121,8 @@ class FaultServer:
         return max((status_of(pid).get("VmHWM", 0) for pid, its in self.processes().items() if its == kind), default=0)
 
     def _marked(self) -> set[int]:
-        found, mark = set(), f"{_MARK}={self.mark}".encode()
-        for entry in _PROC.iterdir():
-            with suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-        return found
+        seen = psutil.process_iter(["environ"])
+        return {each.pid for each in seen if (each.info["environ"] or {}).get(_MARK) == self.mark}
 
 
 def kind_of(title: str) -> str:
@@ -301,9 +298,8 @@ def grown(before: Usage, after: Usage) -> list[str]:
         if now[name] > was + max(share * was, _SLACK.get(name, 0)):
             found.append(f"{name} grew from {was} to {now[name]}")
             if name == "memory_bytes":
-                more = {kind: held - before.memory_by_kind.get(kind, 0) for kind, held in after.memory_by_kind.items()}
-                whose = sorted((kind for kind in more if more[kind] > 0), key=lambda kind: -more[kind])
-                found[-1] += "".join(f", {kind} by {more[kind]}" for kind in whose)
+                more = Counter(after.memory_by_kind) - Counter(before.memory_by_kind)
+                found[-1] += "".join(f", {kind} by {held}" for kind, held in more.most_common())
     return found
 
 
@@ -320,18 +316,17 @@ async def settled(server: FaultServer) -> Usage:
 
 
 @asynccontextmanager
-async def peaks(server: FaultServer, *, every_s: float) -> AsyncIterator[Counter[str]]:
-    """Look at `own_memory` every now and then; yield the most that each kind of process had meanwhile."""
-    found: Counter[str] = Counter()
+async def watched(look: Callable[[], T], *, every_s: float) -> AsyncIterator[list[tuple[float, T]]]:
+    """Look at something every now and then; yield what was seen, each with its time."""
+    seen: list[tuple[float, T]] = []
 
     async def watch() -> None:
         while True:
-            for kind, held in (await asyncio.to_thread(server.own_memory)).items():
-                found[kind] = max(found[kind], held)
+            seen.append((time.monotonic(), await asyncio.to_thread(look)))
             await asyncio.sleep(every_s)
 
     async with cancelled([asyncio.create_task(watch())]):
-        yield found
+        yield seen
 
 
 # ---- requests to it -------------------------------------------------------------------------------------------------
@@ -341,9 +336,10 @@ class Client:
     """Sends requests to one server. One that has not ended after `hung_s` counts as hung."""
 
     def __init__(self, url: str, *, hung_s: float = 180.0, key: str = "") -> None:
-        self._url, self._hung_s = url, hung_s
-        self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        self._hung_s = hung_s
         self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers={"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})},
             timeout=httpx2.Timeout(None, connect=_CONNECT_S),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_S),
             trust_env=False,
@@ -361,7 +357,7 @@ class Client:
         try:
             async with (
                 asyncio.timeout(self._hung_s if leave_after_s is None else leave_after_s),
-                self._http.stream("POST", self._url + ask.path, content=ask.body, headers=self._headers) as response,
+                self._http.stream("POST", ask.path, content=ask.body) as response,
             ):
                 facts |= {"status": response.status_code, "headers": dict(response.headers)}
                 async for piece in response.aiter_bytes():
@@ -374,7 +370,7 @@ class Client:
 
     async def get(self, path: str, *, timeout_s: float = 30.0) -> httpx2.Response:
         """GET. Raises `httpx2.TransportError`."""
-        return await self._http.get(self._url + path, headers=self._headers, timeout=timeout_s)
+        return await self._http.get(path, timeout=timeout_s)
 
     async def images(self, asks: Sequence[Ask], *, at_once: int) -> list[Reply]:
         """Send requests that must have right answers. Raises `SystemFailed`."""

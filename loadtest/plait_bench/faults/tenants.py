@@ -34,12 +34,11 @@ from plait_bench.faults.server import (
     cancelled,
     capacity_per_s,
     offered,
-    peaks,
     send_all,
+    watched,
 )
-from plait_loadtest.plan import make_plan
-from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, RawClass, Scenario
+from plait_loadtest.session import run_scenario
 from plait_serving.images.config import STARTER_FOLDER, STARTER_MODEL
 
 _CLIENTS, _RAMP_S, _SEED = 32, 5.0, 10_000
@@ -335,11 +334,11 @@ class ManyModels(Beside):
                 for name in model["schedulers"]
             ]
             before = self.server.replicas()
-            async with peaks(self.server, every_s=1.0) as peak_bytes:
+            async with watched(self.server.own_memory, every_s=1.0) as seen:
                 replies = [reply for _, reply in await send_all(client, asks * 2, at_once=2)]
                 await asyncio.sleep(2.0)
         values = {
-            "engine_mib": peak_bytes["engine"] / 2**20,
+            "engine_mib": max(held["engine"] for _, held in seen) / 2**20,
             "requests": len(replies),
             "broken": sum(map(_is_broken, replies)),
             "killed": len(before - self.server.replicas()),
@@ -448,7 +447,7 @@ class Refusals(OnServer):
             duration_s=self.round_s,
             limits=GeneratorLimits(drain_s=120.0),
         )
-        records = run(make_plan(scenario), scenario).records
+        records = run_scenario(scenario).result.records
         refused = records[records["status"] == 429]
         taken_s = ((refused["done_ns"] - refused["scheduled_ns"]) / 1e9).tolist() or [float("inf")]
         return readings({"refused_p99_s": percentile(taken_s, 0.99)})

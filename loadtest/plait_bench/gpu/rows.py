@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -28,12 +29,7 @@ class _Again:
 
     def __call__(self, call: Callable[[], None]) -> Recording:
         """Return what makes the call."""
-        return _Call(call)
-
-
-class _Call:
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.replay = call
+        return SimpleNamespace(replay=call)
 
 
 class GpuRun:

@@ -169,7 +169,6 @@ def benchmark(
     dtype: str = "auto",
     device: DeviceName = "cpu",
     systems: Sequence[str] = (),
-    open_fleet: OpenFleet = WorkerFleet,
 ) -> Benchmark:
     """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
     and their systems or those named. `edge` None: the size's own. `dtype` "auto": each that the CPU computes in (of a
@@ -184,16 +183,16 @@ def benchmark(
     chosen(systems, tuple(SYSTEMS), "system")
     measured = dtypes(dtype, device)[-1:] if kind.is_transformer else dtypes(dtype, device)
     varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each, device=device) for each in measured]
-    needed = ModelFolder.of(root, kind, [item for name in names for item in _items(name, varieties[0]).items])
+    needed = ModelFolder.of(root, kind, [item for name in names for item in workload(name, varieties[0]).items])
     if not kind.family and (absent := needed.missing()):
         raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
-    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems, open_fleet=open_fleet)
+    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems)
     starts = []
     for variety in varieties if START in names else ():
-        items = _items(START, variety).items
+        items = workload(START, variety).items
         settings = _settings(root, variety, items)
         known = [SYSTEMS[name].given(settings) for name in taking_part(START, kind, systems)]
-        starts.append(StartWorkload(variety.row_name(START), known, items[0], open_fleet))
+        starts.append(StartWorkload(variety.row_name(START), known, items[0]))
 
     @contextmanager
     def session(say: Say) -> Iterator[None]:
@@ -243,10 +242,6 @@ def _parts(items: ItemList, names: Sequence[str], variety: Variety) -> list[Item
     ours, *others = names
     peers = sorted(others, key=lambda name: (not name.startswith("diffusers"), others.index(name)))  # the reference
     return [replace(items, systems=frozenset({ours, peer})) for peer in peers]
-
-
-def _items(name: str, variety: Variety) -> ItemList:
-    return workload("single" if name == START else name, variety)
 
 
 def _settings(root: Path, variety: Variety, orders: Sequence[ImageSpec]) -> dict[str, Any]:

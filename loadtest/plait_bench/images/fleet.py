@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -229,22 +228,20 @@ class _Process:
         self._pipe.send((system.factory, dict(system.settings)))
 
     def ask(self, method: str, **given: Any) -> None:
-        try:
+        with suppress(OSError):  # that it has died, its answer says
             self._pipe.send((method, given))
-        except OSError as error:
-            raise SystemFailed(f"{self._name}: its process died") from error
 
     def answer(self) -> Any:
         try:
             if not self._pipe.poll(ANSWER_TIMEOUT_S):
                 raise SystemFailed(f"{self._name} gave no answer in {ANSWER_TIMEOUT_S:.0f} s")
-            kind, said = self._pipe.recv()
+            said = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             code = self._process.wait(_STOP_TIMEOUT_S)
             raise SystemFailed(f"{self._name}: its process died (exit code {code})") from error
-        if kind == "unavailable":
-            raise SystemUnavailable(said)
-        if kind == "error":
+        if isinstance(said, SystemUnavailable):
+            raise said
+        if isinstance(said, BenchError):
             raise SystemFailed(f"{self._name}: {said}")
         return said
 
@@ -281,43 +278,40 @@ def main(fd: int) -> None:
         factory, settings = pipe.recv()
         module, _, name = factory.partition(":")
         worker = getattr(importlib.import_module(module), name)(settings)
-        _reply(pipe, "answer", None)
+        _reply(pipe, None)
         while True:
             try:
                 method, given = pipe.recv()
             except (EOFError, ConnectionError):
                 return
-            _reply(pipe, "answer", getattr(worker, method)(**given))
-    except SystemUnavailable as error:
-        _reply(pipe, "unavailable", str(error))
+            _reply(pipe, getattr(worker, method)(**given))
+    except BenchError as error:
+        _reply(pipe, error)
     except Exception as error:
-        is_ours = isinstance(error, BenchError)
-        _reply(pipe, "error", str(error) if is_ours else f"{type(error).__name__}: {error}")
-        if not is_ours:
-            sys.excepthook(type(error), error, error.__traceback__)
+        _reply(pipe, SystemFailed(f"{type(error).__name__}: {error}"))
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         if worker is not None:
             worker.close()
 
 
-def _reply(pipe: Connection, kind: str, said: Any) -> None:
+def _reply(pipe: Connection, said: Any) -> None:
     with suppress(OSError, ValueError):  # the runner is gone; the loop ends at its next question
-        pipe.send((kind, said))
+        pipe.send(said)
 
 
 # ---- processes and all their descendants, read from /proc -----------------------------------------------------------
 
 
-def peak_memory_of(pids: Sequence[int], proc: Path = _PROC) -> int:
+def peak_memory_of(pids: Sequence[int]) -> int:
     """Add up the peaks of the resident memory of the processes and their descendants, in bytes, whenever each was: no
     less than what they had at any moment. Pages that they share now count once."""
-    return sum(map(partial(_peak_bytes, proc=proc), with_descendants(pids, proc)))
+    return sum(map(_peak_bytes, with_descendants(pids)))
 
 
-def _peak_bytes(pid: int, proc: Path) -> int:
-    peak = status_of(pid, proc).get("VmHWM", 0)
-    now = status_of(pid, proc, file="smaps_rollup")
-    return peak - now.get("Rss", 0) + now.get("Pss", 0)
+def _peak_bytes(pid: int) -> int:
+    now = status_of(pid, file="smaps_rollup")
+    return status_of(pid).get("VmHWM", 0) - now.get("Rss", 0) + now.get("Pss", 0)
 
 
 def _send(pids: set[int], number: signal.Signals) -> None:
@@ -326,26 +320,21 @@ def _send(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def with_descendants(pids: Sequence[int], proc: Path = _PROC) -> set[int]:
+def with_descendants(pids: Sequence[int]) -> set[int]:
     """Return the processes and all their descendants."""
-    children: dict[int, list[int]] = {}
-    for folder in proc.iterdir():
-        if folder.name.isdigit() and (parent := status_of(int(folder.name), proc).get("PPid")) is not None:
-            children.setdefault(parent, []).append(int(folder.name))
-    found: set[int] = set()
-    waiting = list(pids)
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found:
-            found.add(pid)
-            waiting += children.get(pid, [])
+    import psutil  # which no worker needs
+
+    found = set(pids)
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
     return found
 
 
-def status_of(pid: int, proc: Path = _PROC, *, file: str = "status") -> dict[str, int]:
+def status_of(pid: int, *, file: str = "status") -> dict[str, int]:
     """Return the numbers of a process's status file, in bytes where it says kB; none if the process has ended."""
     try:
-        fields = [line.split() for line in (proc / str(pid) / file).read_text().splitlines()]
+        fields = [line.split() for line in (_PROC / str(pid) / file).read_text().splitlines()]
     except OSError:
         return {}
     return {

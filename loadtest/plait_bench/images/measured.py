@@ -70,13 +70,13 @@ class FleetPool:
             while self._open:
                 self._close(next(iter(self._open)))
 
-    def layouts(self, name: str, items: ItemList) -> list[ProcessLayout]:
-        """List a system's layouts for a workload."""
-        system = self.systems[name]
+    def layouts(self, name: str, items: ItemList) -> dict[str, ProcessLayout]:
+        """Return a system's layouts for a workload, by name."""
+        system, plain = self.systems[name], items.layouts(self._cores)
         if system.is_own_layout:
-            return [OWN_LAYOUT]
-        variants = system.variants(items)
-        return [replace(layout, variant=variant) for layout in items.layouts(self._cores) for variant in variants]
+            return {str(OWN_LAYOUT): OWN_LAYOUT}
+        found = [replace(layout, variant=variant) for layout in plain for variant in system.variants(items)]
+        return {str(layout): layout for layout in found}
 
     def fleet(self, name: str, items: ItemList) -> WorkerFleet:
         """Return a system's workers, enough for its widest layout, with the workload's settings.
@@ -108,7 +108,7 @@ class FleetPool:
         while self._max_open and len(self._open) >= self._max_open:
             self._close(next(iter(self._open)))
         alike = [each for each in self._workloads if each.settings == items.settings and name in each.systems]
-        processes = max(layout.processes for each in alike for layout in self.layouts(name, each))
+        processes = max(layout.processes for each in alike for layout in self.layouts(name, each).values())
         self._say(f"starting {name} in {processes} process(es)")
         try:
             return self._open_fleet(self.systems[name].given(items.settings), processes)
@@ -135,14 +135,13 @@ class OnFleets(Workload):
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the system's layouts."""
-        return [str(layout) for layout in self._pool.layouts(system, self._items)]
+        return list(self._pool.layouts(system, self._items))
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the system's processes, for a layout."""
-        offered = self._pool.layouts(system, self._items)
         self._pool.fleet(system, self._items)
-        self._chosen[system] = next(each for each in offered if str(each) == layout)
+        self._chosen[system] = self._pool.layouts(system, self._items)[layout]
         yield Subject(
             lambda _: self._measured(system, len(self._items.items)),
             warm_up=lambda: self._at_hand(system),
@@ -187,7 +186,9 @@ class StartWorkload(Workload):
 
     metrics: Mapping[str, str] = {"first_image_s": "s", **_PEAK}
 
-    def __init__(self, name: str, systems: Sequence[System], item: ImageSpec, open_fleet: OpenFleet) -> None:
+    def __init__(
+        self, name: str, systems: Sequence[System], item: ImageSpec, open_fleet: OpenFleet = WorkerFleet
+    ) -> None:
         self.name = name
         self._known = {system.name: system for system in systems}
         self.systems = tuple(self._known)
@@ -231,12 +232,9 @@ class PixelCheck:
         Raises `Disagreement` if an image differs by more than rounding, or if all the reference's images are one flat
         colour.
         """
-        reference = next((name for name in _REFERENCES if name in results), "")
-        if reference:
+        for reference in [name for name in _REFERENCES if name in results][:1]:
             self._kept.setdefault(workload.name, (reference, results[reference]))
-        elif workload.name not in self._kept:
-            reference = list(results)[-1]
-        name, expected = self._kept.get(workload.name) or (reference, results[reference])
+        name, expected = self._kept.get(workload.name) or list(results.items())[-1]
         if all(int(image.max()) == int(image.min()) for image in expected):
             raise Disagreement(f"{workload.name}: {name} made flat images only; comparing them proves nothing")
         is_exact = workload.settings.get("dtype", "float32") == "float32"

@@ -57,9 +57,9 @@ CONTROLNETS = ("edges", "colors")
 SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
 
 START = "start"
-"""The workload that has no orders of its own: how long a system takes to start."""
+"""The workload of one order: how long a system takes to start."""
 
-_COUNTS = {"single": 3, "controlnet": 3, "lora": 4, "same4": 4, "same16": 16, "mixed4": 4}
+_COUNTS = {START: 1, "single": 3, "controlnet": 3, "lora": 4, "same4": 4, "same16": 16, "mixed4": 4}
 DISTINCT = 16
 """The number of orders of `distinct16`, each with a LoRA set of its own."""
 
@@ -216,7 +216,7 @@ def cost(order: ImageSpec) -> float:
 
 
 def workload(name: str, variety: Variety | None = None) -> ItemList:
-    """Make a workload that has orders."""
+    """Make a workload."""
     variety = variety or Variety()
     size = variety.size
     steps, warm_up_steps = (

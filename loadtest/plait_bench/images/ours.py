@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,18 +111,14 @@ class Served(FleetWorker):
     def resumed(self) -> None:
         """Wait until the server is healthy again, and its processes have caught up with the time that they missed."""
         until_s = time.monotonic() + _SETTLED_S
-        while not self._is_healthy():
+        while True:
+            with suppress(httpx2.TransportError):
+                if self._client.get(f"{self._url}/health", timeout=_SETTLED_S).status_code == httpx2.codes.OK:
+                    break
             if time.monotonic() > until_s:
                 raise SystemFailed("plait was stopped and continued, and is not healthy")
             time.sleep(0.5)
         time.sleep(_CAUGHT_UP_S)
-
-    def _is_healthy(self) -> bool:
-        try:
-            answer = self._client.get(f"{self._url}/health", timeout=_SETTLED_S)
-        except httpx2.TransportError:
-            return False
-        return bool(answer.status_code == httpx2.codes.OK)
 
     def prepared(self) -> None:
         """Wait until the server runs on what it converts behind its first requests; for ControlNets, which may be in

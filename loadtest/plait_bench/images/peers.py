@@ -164,9 +164,8 @@ class Diffusers(FleetWorker):
 
     @contextmanager
     def _with_loras(self, order: ImageSpec) -> Iterator[None]:
-        if self._way != "stock":
-            self._merged.switch(order.loras)
         if self._way != "stock" or not order.loras:
+            self._merged.switch(order.loras)  # of the stock way nothing is ever merged
             yield
             return
         plain, names = self._pipelines.plain, [f"lora{i}" for i in range(len(order.loras))]
@@ -277,11 +276,8 @@ class OpenVino(FleetWorker):
         """Make the calls."""
         together = self._is_batched and not one_by_one
         calls = [items] if together else [[order] for order in items]
-        images = [image for call in calls for image in self._draw(call)]
+        images = [image for call in calls for image in _drawn(self._ready(len(call), call[0].edge), call)]
         return images if keep else []
-
-    def _draw(self, orders: Sequence[ImageSpec]) -> list[Any]:
-        return _drawn(self._ready(len(orders), orders[0].edge), orders)
 
     def _ready(self, batch: int, edge: int) -> Any:
         """Return the pipeline compiled for a batch and an edge: a static shape cannot be widened again."""

@@ -7,16 +7,15 @@ the generator's whole process tree.
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
+import psutil
 import uvloop
 
 from plait_bench.benchmark import said, started
@@ -135,7 +134,7 @@ def measure(
             cpu_s=_tree_cpu_s(generator.pid) - cpu_s,
         )
         out, errors = generator.communicate(timeout=_START_S)
-    except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+    except (subprocess.TimeoutExpired, psutil.NoSuchProcess) as error:
         raise SystemFailed(f"{command[0]} ended too late or too early: {error}") from error
     finally:
         generator.kill()
@@ -156,12 +155,9 @@ def _wait_for_load(server: NoopServer, before: int, generator: subprocess.Popen[
 
 
 def _tree_cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process and all its live children. Raises FileNotFoundError if it has ended."""
-    process = Path("/proc") / str(pid)
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
-    used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    children = [child for task in (process / "task").iterdir() for child in (task / "children").read_text().split()]
-    for child in children:
-        with suppress(OSError):  # it has ended meanwhile
-            used_s += _tree_cpu_s(int(child))
+    """Return the CPU seconds of a process and all its live children. Raises psutil.NoSuchProcess if it has ended."""
+    process, used_s = psutil.Process(pid), 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            used_s += sum(each.cpu_times()[:2])
     return used_s

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from plait_bench.benchmark import Reading, Say, Workload, readings
@@ -50,11 +51,6 @@ class ClusterScenario:
     nodes: Mapping[str, NodeSize]
     demands: tuple[Demand, ...]
     steps: tuple[ClusterChange, ...]
-
-
-def changed(demands: tuple[Demand, ...], replicas: Mapping[str, int]) -> tuple[Demand, ...]:
-    """Return the demands with new numbers of replicas."""
-    return tuple(replace(each, replicas=replicas.get(each.name, each.replicas)) for each in demands)
 
 
 def _nodes(names: str, gpus: int) -> dict[str, NodeSize]:
@@ -176,23 +172,25 @@ class _Playing:
         self._system, self._scenario, self._nodes, self._serve = system, scenario, nodes, serve
         self._say, self._patience_s = say, patience_s
         self._demands = scenario.demands
-        self._handles: dict[str, Any] = {}
+        self._handle = cache(lambda name: serve.get_deployment_handle(name, _APP))
 
     def run(self) -> list[Phase]:
         """Play it all."""
-        start = self._phase(ClusterChange(name="start"), {})
-        return [start, *(self._phase(step, self._replicas()) for step in self._scenario.steps)]
+        return [self._phase(step) for step in (ClusterChange(name="start"), *self._scenario.steps)]
 
-    def _phase(self, step: ClusterChange, before: Mapping[str, Mapping[str, Any]]) -> Phase:
+    def _phase(self, step: ClusterChange) -> Phase:
+        before = self._replicas()
         gone = {node_number(self._nodes.id_of(step.lost))} if step.lost else set()
         if step.lost:
             self._nodes.lose(step.lost)
         if step.added:
             self._nodes.add(step.added, self._scenario.nodes[step.added])
         old = {each.name: each.replicas for each in self._demands}
-        self._demands = changed(self._demands, step.replicas)
+        self._demands = tuple(
+            replace(each, replicas=step.replicas.get(each.name, each.replicas)) for each in self._demands
+        )
         if step.replicas or not before:
-            self._deploy()
+            deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
         after = self._settled(gone)
         ended = [said for name, said in before.items() if name not in after and said[NODE] not in gone]
         fewer = sum(max(0, old[each.name] - each.replicas) for each in self._demands)
@@ -200,40 +198,37 @@ class _Playing:
         self._say(f"{self._system}: {phase}")
         return phase
 
-    def _deploy(self) -> None:
-        deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
-
     def _settled(self, gone: set[float]) -> dict[str, Mapping[str, Any]]:
         """Wait until all replicas run, or nothing has changed for long; return who is where.
 
         Replicas on a lost node are found by asking: Serve takes some seconds to notice.
         """
         wanted = sum(each.replicas for each in self._demands)
-        seen: tuple[int, ...] = ()
+        seen: dict[str, int] = {}
         changed_s = time.monotonic()
         while True:
             counts = self._counts()
             if counts != seen:
                 seen, changed_s = counts, time.monotonic()
             waited_long = time.monotonic() - changed_s > self._patience_s
-            if sum(counts) == wanted or waited_long:
+            if sum(counts.values()) == wanted or waited_long:
                 found = {name: said for name, said in self._replicas().items() if said[NODE] not in gone}
                 if len(found) == wanted or waited_long:
                     return found
             time.sleep(_POLL_S)
 
-    def _counts(self) -> tuple[int, ...]:
+    def _counts(self) -> dict[str, int]:
         """Return the number of running replicas of each deployment, as Serve's controller knows it."""
         app = self._serve.status().applications.get(_APP)
-        return tuple(_running(status) for name, status in (app.deployments if app else {}).items() if name != "root")
+        return {
+            name: sum(count for state, count in it.replica_states.items() if str(state) == "RUNNING")
+            for name, it in (app.deployments if app else {}).items()
+            if name != "root"
+        }
 
     def _replicas(self) -> dict[str, Mapping[str, Any]]:
         """Return what each running replica says of itself, by its name."""
-        app = self._serve.status().applications.get(_APP)
-        names = [name for name, it in (app.deployments if app else {}).items() if name != "root" and _running(it)]
-        for name in names:
-            if name not in self._handles:
-                self._handles[name] = self._serve.get_deployment_handle(name, _APP)
+        names = [name for name, count in self._counts().items() if count]
         found: dict[str, Mapping[str, Any]] = {}
         with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
             for name, answers in zip(names, threads.map(self._ask, names), strict=True):
@@ -243,7 +238,7 @@ class _Playing:
 
     def _ask(self, name: str) -> list[Mapping[str, Any]]:
         try:
-            answers = self._handles[name].broadcast("whereabouts").results(timeout_s=_ANSWER_S, return_exceptions=True)
+            answers = self._handle(name).broadcast("whereabouts").results(timeout_s=_ANSWER_S, return_exceptions=True)
         except Exception:  # its last replica has ended; Ray's and Serve's errors have no common base
             return []
         return [said for said in answers if isinstance(said, Mapping)]
@@ -261,10 +256,6 @@ class _Playing:
         return Phase(
             name=name, gpus=use.gpus, stranded=use.stranded, without=wanted - len(after), restarted=restarted
         )  # fmt: skip
-
-
-def _running(status: Any) -> int:
-    return sum(count for state, count in status.replica_states.items() if str(state) == "RUNNING")
 
 
 def _application(system: str, demands: tuple[Demand, ...], classes: tuple[str, ...]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import torch
 from plait_disagg.package.manifest import PackageError
 from plait_serving.starter.manifest import WEIGHTS, write_manifest
 from plait_serving.starter.ranking.picks import FOLDER
-from starter_training.ranking.movielens import BadArchive, train_movielens
+from starter_training.ranking.movielens import MovieLensAuc, train_movielens
+from starter_training.ranking.movielens_data import BadArchive
 from starter_training.ranking.train import PicksAuc, package_picks, train_picks
 
 
@@ -42,23 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # One thread: the same recipe then gives the same bits wherever it runs.
     torch.set_num_threads(1)
     try:
-        figures = (
-            _train_picks(options.out) if options.command == "picks" else train_movielens(options.wheel, options.out)
-        )
+        if options.command == "movielens":
+            figures: PicksAuc | MovieLensAuc = train_movielens(options.wheel, options.out)
+        else:
+            figures = train_picks(options.out)
+            package_picks(options.out)
+            if options.out == FOLDER:
+                write_manifest(WEIGHTS)
     except (BadArchive, PackageError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     json.dump(asdict(figures), sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
-
-
-def _train_picks(folder: Path) -> PicksAuc:
-    figures = train_picks(folder)
-    package_picks(folder)
-    if folder == FOLDER:
-        write_manifest(WEIGHTS)
-    return figures
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ law's own AUC.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,13 +59,12 @@ def make_clicks(catalog: FilmCatalog, people: int, *, shown: int = 30, seed: int
     favourites = _favourites(people, rng)
     taste = favourites * 2.0 + rng.normal(0, 0.25, favourites.shape) + _age_taste()[age_band]
     style = rng.normal(0, 1, (people, _STYLES))
-    law = _Law(catalog)
 
     weights = 0.05 + catalog.popularity**3
     item = rng.choice(len(catalog), (people, _SEEN_BEFORE + shown), p=weights / weights.sum())
     before, now = item[:, :_SEEN_BEFORE], item[:, _SEEN_BEFORE:]
-    earlier = law.logits(before, taste, style, age_band, rng.integers(0, len(DAYPARTS), people))
-    logits = law.logits(now, taste, style, age_band, daypart)
+    law = partial(_law, catalog, taste=taste, style=style, age_band=age_band)
+    earlier, logits = law(before, rng.integers(0, len(DAYPARTS), people)), law(now, daypart)
     return Clicks(
         age_band=age_band,
         daypart=daypart,
@@ -76,30 +76,25 @@ def make_clicks(catalog: FilmCatalog, people: int, *, shown: int = 30, seed: int
     )
 
 
-class _Law:
-    """The hidden part of the catalogue, and the law."""
-
-    def __init__(self, catalog: FilmCatalog) -> None:
-        rng = np.random.default_rng([len(catalog), 3])
-        self._genres = catalog.genres / np.sqrt(catalog.genres.sum(1, keepdims=True))
-        self._style = rng.normal(0, 1, (len(catalog), _STYLES))
-        self._quality = rng.normal(0, 0.5, len(catalog)) + catalog.popularity
-        self._year = catalog.year
-
-    def logits(
-        self,
-        item: NDArray[np.int64],
-        taste: NDArray[np.float64],
-        style: NDArray[np.float64],
-        age_band: NDArray[np.int64],
-        daypart: NDArray[np.int64],
-    ) -> NDArray[np.float64]:
-        """Return the logits (U, N) for items (U, N)."""
-        liking = np.einsum("ung,ug->un", self._genres[item], taste + _habits()[daypart])
-        styled = np.einsum("uns,us->un", self._style[item], style)
-        youth = 2024 - _AGES[age_band] + 20
-        near = np.exp(-(((self._year[item] - youth[:, None]) / 12.0) ** 2))
-        return np.asarray(liking + _STYLE * styled + self._quality[item] + near + _BIAS)
+def _law(
+    catalog: FilmCatalog,
+    item: NDArray[np.int64],
+    daypart: NDArray[np.int64],
+    *,
+    taste: NDArray[np.float64],
+    style: NDArray[np.float64],
+    age_band: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Return the logits (U, N) for items (U, N). Styles and qualities of the films are the catalogue's alone."""
+    rng = np.random.default_rng([len(catalog), 3])
+    styles = rng.normal(0, 1, (len(catalog), _STYLES))
+    quality = rng.normal(0, 0.5, len(catalog)) + catalog.popularity
+    genres = catalog.genres / np.sqrt(catalog.genres.sum(1, keepdims=True))
+    liking = np.einsum("ung,ug->un", genres[item], taste + _habits()[daypart])
+    styled = np.einsum("uns,us->un", styles[item], style)
+    youth = 2024 - _AGES[age_band] + 20
+    near = np.exp(-(((catalog.year[item] - youth[:, None]) / 12.0) ** 2))
+    return np.asarray(liking + _STYLE * styled + quality[item] + near + _BIAS)
 
 
 def _favourites(people: int, rng: np.random.Generator) -> NDArray[np.float64]:

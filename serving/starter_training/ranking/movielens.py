@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,25 +29,8 @@ from plait_disagg.package import PackageOptions, open_package, write_package
 from plait_disagg.package.items import Items
 from plait_disagg.values import RankRequest
 from plait_serving.starter.ranking.picks import Match
-from starter_training.ranking.movielens_data import AGES, BadArchive, MovieLens, RatingSession, read_movielens
-from starter_training.ranking.train import as_bag, auc
-
-__all__ = [
-    "BadArchive",
-    "Films",
-    "MovieLensAuc",
-    "MovieLensRecipe",
-    "Scorer",
-    "evaluate",
-    "fit",
-    "inputs_of",
-    "item_arrays",
-    "packaged_scorer",
-    "read_movielens",
-    "request_tensors",
-    "scorer_of",
-    "train_movielens",
-]
+from starter_training.ranking.movielens_data import AGES, MovieLens, RatingSession, read_movielens
+from starter_training.ranking.train import as_bag, auc, descend, tables_of
 
 DIM = 16
 
@@ -169,21 +152,23 @@ def fit(data: MovieLens, recipe: MovieLensRecipe | None = None) -> tuple[Films, 
     """Return the trained model in eval mode, and its inputs. Same recipe, same bits (one thread)."""
     recipe = recipe or MovieLensRecipe()
     torch.manual_seed(recipe.seed)
-    model = _new_model(data, recipe.dropout)
+    occupations, genres = int(data.occupation.max()) + 1, data.genres.shape[1]
+    model = Films(films=len(data.names), genres=genres, occupations=occupations, dropout=recipe.dropout)
+    for table in tables_of(model):
+        nn.init.normal_(table, std=0.05)
     films = item_arrays(data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     batches = -(-len(data.train) // recipe.sessions_per_batch)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=recipe.epochs * batches)
     rng = np.random.default_rng(recipe.seed)
-    for _ in range(recipe.epochs):
-        for chosen in np.array_split(rng.permutation(len(data.train)), batches):
-            sessions = [data.train[index] for index in chosen]
-            labels = torch.from_numpy(np.concatenate([session.liked for session in sessions])).float()
-            loss = F.binary_cross_entropy_with_logits(_logits(model, data, films, sessions), labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
+
+    def losses() -> Iterator[torch.Tensor]:
+        for _ in range(recipe.epochs):
+            for chosen in np.array_split(rng.permutation(len(data.train)), batches):
+                sessions = [data.train[index] for index in chosen]
+                labels = torch.from_numpy(np.concatenate([session.liked for session in sessions])).float()
+                yield F.binary_cross_entropy_with_logits(_logits(model, data, films, sessions), labels)
+
+    descend(optimizer, recipe.epochs * batches, losses())
     return model.eval().requires_grad_(requires_grad=False), inputs_of(data)
 
 
@@ -215,8 +200,7 @@ def packaged_scorer(folder: Path, *, wire: Literal["float32", "float16"] = "floa
         request = RankRequest(request_id="", model=package.manifest.name, candidates=candidates, tensors=tensors)
         crossing = dict(sparse.run([request]))
         if wire == "float16":
-            rounded = {name: value.half().float() for name, value in crossing.items() if value.is_floating_point()}
-            crossing |= rounded
+            crossing |= {name: value.half().float() for name, value in crossing.items() if value.is_floating_point()}
         return dense.run(crossing, [candidates])["score"]
 
     return scored
@@ -249,19 +233,6 @@ def request_tensors(
     shown = torch.from_numpy(session.films)
     film = {"item": shown, "genres": genres, "genres_offsets": offsets, "facts": films["facts"][shown]}
     return _person_tensors(data, [session]) | film
-
-
-def _new_model(data: MovieLens, dropout: float) -> Films:
-    model = Films(
-        films=len(data.names),
-        genres=data.genres.shape[1],
-        occupations=int(data.occupation.max()) + 1,
-        dropout=dropout,
-    )
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            nn.init.normal_(module.weight, std=0.05)
-    return model
 
 
 def _logits(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,15 +62,6 @@ class MovieLens:
     test: tuple[RatingSession, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ratings:
-    """Ratings sorted by time, then in file order."""
-
-    person: NDArray[np.int64]
-    film: NDArray[np.int64]
-    liked: NDArray[np.bool_]
-
-
 def read_movielens(wheel: Path, *, train_share: float = 0.8) -> MovieLens:
     """Read the data set; the first `train_share` of all ratings in time are for training, the others for testing.
 
@@ -81,16 +73,14 @@ def read_movielens(wheel: Path, *, train_share: float = 0.8) -> MovieLens:
         person_of = {row["user_id"]: index for index, row in enumerate(people)}
         film_of = {row["item_id"]: index for index, row in enumerate(films)}
         order = sorted(ratings, key=lambda row: float(row["timestamp"]))
-        rated = _Ratings(
-            np.array([person_of[row["user_id"]] for row in order]),
-            np.array([film_of[row["item_id"]] for row in order]),
-            np.array([float(row["rating"]) >= _LIKED for row in order]),
-        )
-        train, test = _sessions(rated, int(len(order) * train_share))
+        person = np.array([person_of[row["user_id"]] for row in order])
+        film = np.array([film_of[row["item_id"]] for row in order])
+        liked = np.array([float(row["rating"]) >= _LIKED for row in order])
+        train, test = _sessions(person, film, liked, int(len(order) * train_share))
         return MovieLens(
             age_band=np.searchsorted(AGES, [int(row["age"]) for row in people], side="right"),
-            gender=_numbers([row["gender"] for row in people]),
-            occupation=_numbers([row["occupation"] for row in people]),
+            gender=np.unique([row["gender"] for row in people], return_inverse=True)[1],
+            occupation=np.unique([row["occupation"] for row in people], return_inverse=True)[1],
             names=tuple(_name(row) for row in films),
             genres=_genres([row["class"] for row in films]),
             year=np.array([int(row["release_year"]) if row["release_year"].isdigit() else 0 for row in films]),
@@ -111,27 +101,27 @@ def _table(archive: zipfile.ZipFile, kind: str) -> list[dict[str, str]]:
     return [dict(zip(columns, line.split("\t"), strict=True)) for line in lines[1:]]
 
 
-def _sessions(rated: _Ratings, trained: int) -> tuple[tuple[RatingSession, ...], tuple[RatingSession, ...]]:
+def _sessions(
+    person: NDArray[np.int64], film: NDArray[np.int64], is_liked: NDArray[np.bool_], trained: int
+) -> tuple[tuple[RatingSession, ...], ...]:
     """Return the first `trained` ratings as sessions, and the others, which have the first as history."""
-    liked: dict[int, list[int]] = {}
-    disliked: dict[int, list[int]] = {}
-    parts = []
-    for start, stop in ((0, trained), (trained, rated.person.size)):
-        part = []
-        for rows in _runs(rated.person, start, stop):
-            person = int(rated.person[rows[0]])
+    liked, disliked = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    parts: list[list[RatingSession]] = []
+    for start, stop in ((0, trained), (trained, person.size)):
+        parts.append([])
+        for rows in _runs(person, start, stop):
+            who = int(person[rows[0]])
             session = RatingSession(
-                person=person,
-                liked_before=np.array(liked.get(person, []), dtype=np.int64),
-                disliked_before=np.array(disliked.get(person, []), dtype=np.int64),
-                films=rated.film[rows],
-                liked=rated.liked[rows],
+                person=who,
+                liked_before=np.array(liked[who], dtype=np.int64),
+                disliked_before=np.array(disliked[who], dtype=np.int64),
+                films=film[rows],
+                liked=is_liked[rows],
             )
-            part.append(session)
-            liked.setdefault(person, []).extend(session.films[session.liked].tolist())
-            disliked.setdefault(person, []).extend(session.films[~session.liked].tolist())
-        parts.append(tuple(part))
-    return parts[0], parts[1]
+            parts[-1].append(session)
+            liked[who] += session.films[session.liked].tolist()
+            disliked[who] += session.films[~session.liked].tolist()
+    return tuple(map(tuple, parts))
 
 
 def _runs(person: NDArray[np.int64], start: int, stop: int) -> Iterator[list[int]]:
@@ -143,12 +133,6 @@ def _runs(person: NDArray[np.int64], start: int, stop: int) -> Iterator[list[int
         if len(run) == _SESSION:
             yield open_runs.pop(int(person[row]))
     yield from open_runs.values()
-
-
-def _numbers(words: list[str]) -> NDArray[np.int64]:
-    """Return each word's index among the sorted distinct ones."""
-    place = {word: index for index, word in enumerate(sorted(set(words)))}
-    return np.array([place[word] for word in words])
 
 
 def _genres(classes: list[str]) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from safetensors.torch import save_file
+from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 
@@ -92,7 +93,7 @@ def train(catalog: FilmCatalog, recipe: PicksRecipe) -> Picks:
     """Return the trained model, in eval mode. The learning rate falls to zero along half a cosine."""
     torch.manual_seed(recipe.seed)
     model = Picks()
-    tables = [one.weight for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    tables = tables_of(model)
     for table in tables:
         nn.init.normal_(table, std=0.3)
     groups: list[dict[str, Any]] = [
@@ -101,18 +102,33 @@ def train(catalog: FilmCatalog, recipe: PicksRecipe) -> Picks:
     ]
     optimizer = torch.optim.Adam(groups, lr=recipe.learning_rate)
     steps = recipe.rounds * -(-recipe.people // recipe.people_per_batch)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     films = item_arrays(catalog)
-    for number in range(recipe.rounds):
-        clicks = make_clicks(catalog, recipe.people, seed=_seed(recipe, number))
-        for people in np.array_split(np.arange(recipe.people), steps // recipe.rounds):
-            labels = torch.from_numpy(clicks.label[people].reshape(-1)).float()
-            loss = F.binary_cross_entropy_with_logits(_logits(model, films, clicks, people), labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
+
+    def losses() -> Iterator[torch.Tensor]:
+        for number in range(recipe.rounds):
+            clicks = make_clicks(catalog, recipe.people, seed=_seed(recipe, number))
+            for people in np.array_split(np.arange(recipe.people), steps // recipe.rounds):
+                labels = torch.from_numpy(clicks.label[people].reshape(-1)).float()
+                yield F.binary_cross_entropy_with_logits(_logits(model, films, clicks, people), labels)
+
+    descend(optimizer, steps, losses())
     return model.eval()
+
+
+def tables_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return the embedding tables of a model."""
+    return [one.weight for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+
+
+def descend(optimizer: torch.optim.Optimizer, steps: int, losses: Iterable[torch.Tensor]) -> None:
+    """Take a step by each loss, which is computed when its turn comes. The learning rate falls to zero along half a
+    cosine."""
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
 
 
 def judge(model: Picks, catalog: FilmCatalog, recipe: PicksRecipe, seconds: float = 0.0) -> PicksAuc:
@@ -152,20 +168,12 @@ def item_arrays(catalog: FilmCatalog) -> Mapping[str, torch.Tensor]:
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Return the probability that a positive scores above a negative, ties counted half (Mann-Whitney U over the number
-    of pairs).
-
-    Raises ValueError if one of the two is missing.
-    """
+    """Return the probability that a positive scores above a negative, ties counted half. Raises ValueError if one of
+    the two is missing."""
     is_positive = np.asarray(labels, dtype=bool).ravel()
-    _, place, counts = np.unique(np.asarray(scores, dtype=np.float64).ravel(), return_inverse=True, return_counts=True)
-    positives = int(is_positive.sum())
-    negatives = is_positive.size - positives
-    if not positives or not negatives:
+    if is_positive.all() or not is_positive.any():
         raise ValueError("AUC needs positives and negatives")
-    last_rank = np.cumsum(counts)
-    rank = (last_rank - (counts - 1) / 2)[place]
-    return float((rank[is_positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+    return float(roc_auc_score(is_positive, np.asarray(scores).ravel()))
 
 
 def as_bag(padded: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:

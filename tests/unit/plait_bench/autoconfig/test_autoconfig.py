@@ -128,7 +128,7 @@ def test_a_file_that_is_no_library_is_refused_by_name(tmp_path: Path):
     with pytest.raises(BenchError, match="no recorded service 'tiny'"):
         recorded_suites(recorded_runs([path]), {"other": SPACE})
     path.write_text("cake\nmore\n")
-    with pytest.raises(BenchError, match=r"tiny\.jsonl is no library"):
+    with pytest.raises(BenchError, match=r"no library of trials: .*tiny\.jsonl"):
         recorded_runs([path])
 
 
