@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,7 +131,12 @@ class Server:
         self._stopped = False
         self._announced: Header | None = None
         self.refused = 0
-        self._acceptors = start_accepting(self._listeners, self._admit, name=name)
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(listener,), name=f"{name} accept", daemon=True)
+            for listener in self._listeners
+        ]
+        for thread in self._acceptors:
+            thread.start()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -173,6 +179,11 @@ class Server:
         if flush_s > 0:
             for thread in threads:
                 thread.join(flush_s)
+
+    def _accept(self, listener: Listener) -> None:
+        with suppress(ChannelClosed):
+            while True:
+                self._admit(listener.accept())
 
     def _admit(self, channel: Channel) -> None:
         with self._lock:
@@ -218,27 +229,3 @@ class Server:
         peer.is_greeted = True
         if self._announced is not None and self._announced is not announced:
             peer.send(self._announced)
-
-
-def start_accepting(
-    listeners: Sequence[Listener], on_channel: Callable[[Channel], None], *, name: str
-) -> list[threading.Thread]:
-    """Pass every accepted channel to `on_channel`, on one thread per listener, until the listener is closed."""
-
-    def accept(listener: Listener) -> None:
-        while True:
-            try:
-                channel = listener.accept()
-            except ChannelClosed:
-                return
-            except FabricError as error:
-                _log.error("%s: %s accepts no more: %s", name, listener.address, error)
-                return
-            on_channel(channel)
-
-    threads = [
-        threading.Thread(target=accept, args=(listener,), name=f"{name} accept", daemon=True) for listener in listeners
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
