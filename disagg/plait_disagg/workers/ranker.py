@@ -30,17 +30,16 @@ class CoreRanker:
         future: asyncio.Future[RankAnswer] = loop.create_future()
         job = RankJob(request=request, sink=self._sink_of(loop), ticket=future)
         self.core.submit(job)
-        timer = None
-        if request.deadline_s is not None:
-            timer = loop.call_later(request.deadline_s - time.monotonic(), _expire, future)
+        left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:
-            return await future
+            async with asyncio.timeout(left_s):
+                return await future
+        except TimeoutError:
+            self.core.cancel(job)
+            raise DeadlinePassed("the deadline passed before the answer was there") from None
         except (asyncio.CancelledError, DeadlinePassed):
             self.core.cancel(job)
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
 
     async def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""
@@ -81,8 +80,3 @@ def _resolve(outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-
-
-def _expire(future: asyncio.Future[RankAnswer]) -> None:
-    if not future.done():
-        future.set_exception(DeadlinePassed("the deadline passed before the answer was there"))
