@@ -34,23 +34,18 @@ class LivePackage:
         self,
         package: Package,
         *,
-        sparse: bool,
-        dense: bool,
-        device: torch.device | str = "cpu",
-        prepares: bool = False,
-        tables: ShardedTables | None = None,
-        pieces: HeldPieces | None = None,
+        sparse: CompiledSparse | None,
+        dense: CompiledDense | None,
+        tables: ShardedTables | None,
+        pieces: HeldPieces | None,
     ) -> None:
-        """Open the halves at the packaged version; `prepares`: see `Package.dense`. Raises `PackageError`."""
+        """Begin with the halves at the packaged version."""
         self.package = package
         self.version = self.dense_version = package.manifest.version
-        self.pieces, self._tables = pieces, tables
+        self.sparse, self.pieces, self._tables = sparse, pieces, tables
         if tables is not None:
             tables.version = self.version
-        self.sparse: CompiledSparse | None = package.sparse(tables) if sparse else None
-        self.dense: dict[str, CompiledDense] = {}
-        if dense:
-            self.dense[self.version] = package.dense(device, prepares=prepares)
+        self.dense = {} if dense is None else {self.version: dense}
         self._cn_constants = frozenset(port.name for port in package.cn.constants)
         self._hn_constants = frozenset(port.name for port in package.hn.constants)
         self._hn_tables = package.hn_tables
@@ -113,13 +108,12 @@ def open_live(
     Raises `PackageError`.
     """
     package = open_package(folder, ahead=tables is None and pieces is None)
+    sharded = None if tables is None else tables(package)
     live = LivePackage(
         package,
-        sparse=sparse,
-        dense=dense,
-        device=device,
-        prepares=prepares,
-        tables=None if tables is None else tables(package),
+        sparse=package.sparse(sharded) if sparse else None,
+        dense=package.dense(device, prepares=prepares) if dense else None,
+        tables=sharded,
         pieces=None if pieces is None else pieces(package),
     )
     try:

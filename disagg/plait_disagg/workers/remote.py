@@ -56,6 +56,8 @@ class RemoteCore:
         `window`: requests in flight to one of them; more are rejected with `Busy`.
         """
         self._model = model
+        # What clients read. Which process was lost at which address is in the log, for who runs the server.
+        self._no_worker = f"model {model}: no worker answers; one is being started"
         self._window = window
         self._card: ModelCard | None = None
         self._layouts: WeakKeyDictionary[Connection[RankJob], CardLayouts] = WeakKeyDictionary()
@@ -156,11 +158,6 @@ class RemoteCore:
     def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""
         return None if self._client.up else self._no_worker
-
-    @property
-    def _no_worker(self) -> str:
-        """What clients read. Which process was lost at which address is in the log, for who runs the server."""
-        return f"model {self._model}: no worker answers; one is being started"
 
     def metrics(self) -> Mapping[str, float]:
         """Return requests sent, and lost with a worker, so far; workers connected and requests at them now."""
