@@ -34,24 +34,18 @@ class Address:
             raise BadAddress(
                 f"{text!r} is not an address; use inproc://name, shm:///path, tcp://host:port or nixl://host:port"
             )
-        host, port = _split_host_port(text, target) if scheme in ("tcp", "nixl") else (target, 0)
-        return cls(scheme=cast("Scheme", scheme), target=host, port=port)
+        if scheme in ("inproc", "shm"):
+            return cls(scheme=cast("Scheme", scheme), target=target)
+        host, _, port = target.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65_535):
+            raise BadAddress(f"{text!r} needs a host and a port up to 65535, for example tcp://127.0.0.1:9000")
+        return cls(scheme=cast("Scheme", scheme), target=host.removeprefix("[").removesuffix("]"), port=int(port))
 
     def __str__(self) -> str:
         if self.scheme not in ("tcp", "nixl"):
             return f"{self.scheme}://{self.target}"
         host = f"[{self.target}]" if ":" in self.target else self.target
         return f"{self.scheme}://{host}:{self.port}"
-
-
-def _split_host_port(text: str, target: str) -> tuple[str, int]:
-    host, separator, port_text = target.rpartition(":")
-    if not separator or not host or not (port_text.isascii() and port_text.isdigit()):
-        raise BadAddress(f"{text!r} needs a host and a port, for example tcp://127.0.0.1:9000")
-    port = int(port_text)
-    if port > 65535:
-        raise BadAddress(f"{text!r} has the port {port}; the largest is 65535")
-    return host.removeprefix("[").removesuffix("]"), port
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,6 @@ from plait_kernels.device_errors import is_device_lost
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import pin_to_cores, set_threads
 
-__all__ = ["BatchLoop", "Inbox", "Item"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Item)

@@ -127,7 +127,7 @@ class NixlChannel(TcpChannel):
         self._endpoint = endpoint
         self._notes = _Notes(endpoint, sock, options.in_flight_messages, self._fail)
         super().__init__(sock, peer, options, pool=Pool(endpoint.outgoing, gate=self._notes), announces=True)
-        self._arrivals = endpoint.incoming
+        self._arrivals = memoryview(endpoint.incoming)
         self._from_bytes = options.one_sided_from_bytes
         self._announced: StreamFrame | None = None
 
