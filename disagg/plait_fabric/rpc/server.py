@@ -124,8 +124,7 @@ class Server:
         self._name = name
         self._on_thread = on_thread
         self._listeners = tuple(listeners)
-        self._peers: dict[int, Peer] = {}
-        self._threads: dict[int, threading.Thread] = {}
+        self._peers: dict[Peer, threading.Thread] = {}
         self._numbers = 0
         self._lock = threading.Lock()
         self._stopped = False
@@ -157,7 +156,7 @@ class Server:
         """Send this to all clients, including those being greeted now. Later clients get the welcome instead."""
         self._announced = header
         with self._lock:
-            peers = list(self._peers.values())
+            peers = list(self._peers)
         for peer in peers:
             if peer.is_greeted:
                 peer.send(header)
@@ -173,11 +172,11 @@ class Server:
         """Disconnect all clients once pending replies are sent or `flush_s` has passed. Call `close_listeners`
         first."""
         with self._lock:
-            peers, threads = list(self._peers.values()), list(self._threads.values())
-        for peer in peers:
+            peers = list(self._peers.items())
+        for peer, _ in peers:
             peer.hang_up(flush_s)
         if flush_s > 0:
-            for thread in threads:
+            for _, thread in peers:
                 thread.join(flush_s)
 
     def _accept(self, listener: Listener) -> None:
@@ -187,20 +186,17 @@ class Server:
 
     def _admit(self, channel: Channel) -> None:
         with self._lock:
-            is_welcome = not self._stopped and len(self._peers) < self._protocol.max_peers
-            if is_welcome:
-                self._numbers += 1
-                peer = self._peers[self._numbers] = Peer(self._numbers, channel, self._protocol)
-                name = f"{self._name} {peer.number}"
-                self._threads[peer.number] = threading.Thread(
-                    target=self._receive, args=(peer,), name=name, daemon=True
-                )
-                self._threads[peer.number].start()
-            else:
+            if self._stopped or len(self._peers) >= self._protocol.max_peers:
                 self.refused += 1
-        if not is_welcome:
-            _log.warning("%s: too many channels; %s is refused", self._name, channel.peer)
-            channel.close()
+                _log.warning("%s: too many channels; %s is refused", self._name, channel.peer)
+                channel.close()
+                return
+            self._numbers += 1
+            peer = Peer(self._numbers, channel, self._protocol)
+            name = f"{self._name} {peer.number}"
+            thread = threading.Thread(target=self._receive, args=(peer,), name=name, daemon=True)
+            self._peers[peer] = thread
+            thread.start()
 
     def _receive(self, peer: Peer) -> None:
         self._on_thread()
@@ -215,8 +211,7 @@ class Server:
         finally:
             peer.hang_up()
             with self._lock:
-                self._peers.pop(peer.number, None)
-                self._threads.pop(peer.number, None)
+                self._peers.pop(peer, None)
             self._protocol.on_lost(peer)
 
     def _greet(self, peer: Peer) -> None:
