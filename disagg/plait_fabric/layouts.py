@@ -245,17 +245,13 @@ def _packed(plan: _Plan, tensors: Mapping[str, Pieces], pool: Pool, timeout_s: f
         return bytes_of(groups[0][0].contiguous())  # the channel makes the one copy
     nbytes = plan.numbers * section.dtype.itemsize
     if nbytes < _LEASE_FROM_BYTES:
-        target = bytearray(nbytes)
-        _fill(memoryview(target), plan, groups)
+        target = memoryview(bytearray(nbytes))
+        _fill(target, plan, groups)
         return target
-    lease = pool.acquire(nbytes, timeout_s)
-    try:
+    with pool.acquire(nbytes, timeout_s) as lease:
         _fill(lease.memory, plan, groups)
-    except BaseException:
-        lease.release()
-        raise
-    pool.count_copy(nbytes)
-    return lease
+        pool.count_copy(nbytes)
+        return lease.hand_over()
 
 
 def _pieces(

@@ -276,19 +276,16 @@ class BatchLoop(Inbox[T]):
 
     def _attempt(self, batch: list[T]) -> None:
         with on_behalf_of(lambda: (each for item in batch for each in item.request_ids)):
-            self._try(batch)
-
-    def _try(self, batch: list[T]) -> None:
-        try:
-            self._work(batch)
-        except Exception as error:
-            if is_device_lost(error):
-                _log.exception("%s: the device is lost, and this worker with it", self._name)
-                self.abandon(WorkerUnavailable("the device failed"))
-            if self._abandoned is not None or len(batch) == 1 or isinstance(error, WorkerUnavailable | Busy):
-                known = self._abandoned or as_rank_error(error)  # more tries would meet the same
+            try:
+                self._work(batch)
+            except Exception as error:
+                if is_device_lost(error):
+                    _log.exception("%s: the device is lost, and this worker with it", self._name)
+                    self.abandon(WorkerUnavailable("the device failed"))
+                if self._abandoned is not None or len(batch) == 1 or isinstance(error, WorkerUnavailable | Busy):
+                    known = self._abandoned or as_rank_error(error)  # more tries would meet the same
+                    for item in batch:
+                        item.fail(known)
+                    return
                 for item in batch:
-                    item.fail(known)
-                return
-            for item in batch:
-                self._attempt([item])
+                    self._attempt([item])

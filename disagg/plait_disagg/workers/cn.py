@@ -170,11 +170,8 @@ class CnCore(LocalCore):
 
     def _wait_for_room(self) -> None:
         """Wait until a window has room, or until there is no HN at all: then requests fail at once."""
-        client = self._client
-        if client.best() is not None or not client.up:
-            return
         with self._room:
-            while client.up and client.best() is None:
+            while self._client.up and self._client.best() is None:
                 self._room.wait(_LOOK_S)
 
     def _work(self, jobs: list[RankJob]) -> None:

@@ -104,15 +104,14 @@ class RemoteCore:
         self._requests += 1
 
     def _send(self, job: RankJob) -> None:
-        connection = self._best()
-        try:
-            self._send_on(connection, job)
-        except ConnectionLost:  # since it was chosen: nothing was begun there
-            connection.rest()
+        for _ in range(2):
+            connection = self._best()
             try:
-                self._send_on(self._best(), job)
-            except ConnectionLost as error:
-                raise self._unavailable(self._no_worker) from error
+                self._send_on(connection, job)
+                return
+            except ConnectionLost:  # since it was chosen: nothing was begun there
+                connection.rest()
+        raise self._unavailable(self._no_worker)
 
     def _best(self) -> Connection[RankJob]:
         connection = self._client.best()
@@ -190,7 +189,8 @@ class RemoteCore:
         with message:
             version = parse_version(message.header)
             if version is not None:
-                self._now_at(version)
+                if self._card is not None:
+                    self._card = replace(self._card, version=version)
                 return
             answers = parse_answers(message.header, message.keep(), self._layouts[connection].outputs)
         outcomes: list[tuple[RankJob, Outcome]] = []
@@ -206,10 +206,6 @@ class RemoteCore:
             if isinstance(outcome, RankAnswer) and not job.tries:
                 self._way.saw(time.monotonic() - job.came_s - outcome.timings.total_s)
         deliver_all(outcomes)
-
-    def _now_at(self, version: str) -> None:
-        if self._card is not None and self._card.version != version:
-            self._card = replace(self._card, version=version)
 
     def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:  # noqa: ARG002
         self._lost += len(jobs)

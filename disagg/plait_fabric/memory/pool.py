@@ -7,6 +7,7 @@ Leases that were never released show in `statistics()`.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import time
@@ -150,26 +151,24 @@ class Pool:
         Raises `PoolExhausted` on timeout, and at once when the pool could never have the room;
         `ChannelClosed` or `PeerLost` when the channel that it belongs to ends while waiting.
         """
-        ticket = self._gate.ticket()
-        lease = self._try(nbytes)
-        if lease is not None:
-            return lease
-        if not self.can_ever_lease(nbytes):
-            self._refuse(nbytes, "ever")
-        with self._lock:
-            self._waits += 1
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None
         while True:
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                self._refuse(nbytes, f"within {timeout_s} s")
-            if self._shut is not None:
-                raise type(self._shut)(str(self._shut))
-            self._gate.wait(ticket, left_s)
             ticket = self._gate.ticket()
             lease = self._try(nbytes)
             if lease is not None:
                 return lease
+            if not self.can_ever_lease(nbytes):
+                self._refuse(nbytes, "ever")
+            if deadline_s is None:
+                deadline_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+                with self._lock:
+                    self._waits += 1
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                self._refuse(nbytes, f"within {timeout_s} s")
+            if self._shut is not None:
+                raise type(self._shut)(str(self._shut))
+            self._gate.wait(ticket, None if timeout_s is None else left_s)
 
     def shut(self, reason: FabricError) -> None:
         """Disable waiting: from now on, `acquire` raises `reason` where it would have waited."""
