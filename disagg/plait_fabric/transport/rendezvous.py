@@ -105,7 +105,8 @@ def _receive_descriptors(sock: socket.socket, nbytes: int, count: int) -> Greeti
     yield
     packet, descriptors, _, _ = socket.recv_fds(sock, nbytes + 1, count)
     if not packet:
-        raise PeerLost(HUNG_UP)
+        with closing(descriptors):
+            raise PeerLost(HUNG_UP)
     return packet, descriptors
 
 
