@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from plait_fabric.errors import FabricError, Unreachable
 from plait_fabric.protocols import Channel, Listener
-from plait_fabric.transport import inproc, rendezvous, tcp
-from plait_fabric.transport.base import Deadline
-from plait_fabric.values import Address, FabricOptions, check_secret
+from plait_fabric.transport import rendezvous, tcp
+from plait_fabric.transport.waiting import Deadline
+from plait_fabric.values import Address, FabricOptions, Scheme, check_secret
 
 
 def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: FabricOptions | None = None) -> Channel:
@@ -19,15 +21,8 @@ def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: Fa
     parsed, options, deadline = Address.parse(address), options or FabricOptions(), Deadline(timeout_s)
     check_secret(secret)
     try:
-        if parsed.scheme == "inproc":
-            return inproc.connect(parsed, secret, options)
-        if parsed.scheme == "tcp":
-            return tcp.connect(parsed, secret, options, deadline)
-        if parsed.scheme == "nixl":
-            from plait_fabric.transport import nixl
-
-            return nixl.connect(parsed, secret, options, deadline)
-        return rendezvous.connect(parsed, secret, options, deadline)
+        channel: Channel = _transport(parsed.scheme).connect(parsed, secret, options, deadline)
+        return channel
     except FabricError:
         raise
     except OSError as error:  # of this process: it has no descriptors left, or no memory for a segment
@@ -42,12 +37,13 @@ def listen(address: str, *, secret: bytes, options: FabricOptions | None = None)
     """
     parsed, options = Address.parse(address), options or FabricOptions()
     check_secret(secret)
-    if parsed.scheme == "inproc":
-        return inproc.InprocListener(parsed, secret, options)
-    if parsed.scheme == "tcp":
-        return tcp.listen(parsed, secret, options)
-    if parsed.scheme == "nixl":
+    listener: Listener = _transport(parsed.scheme).listen(parsed, secret, options)
+    return listener
+
+
+def _transport(scheme: Scheme) -> Any:
+    if scheme == "nixl":
         from plait_fabric.transport import nixl
 
-        return nixl.listen(parsed, secret, options)
-    return rendezvous.listen(parsed, secret, options)
+        return nixl
+    return tcp if scheme == "tcp" else rendezvous

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from plait_fabric.memory.pool import Lease, Pool, copy_bytes, release_all
+from plait_fabric.memory.pool import Pool, release_all
 from plait_fabric.protocols import Buffer
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.tensors import bytes_of
@@ -227,7 +227,7 @@ def pack(
         for plan in _plan(layout, counts):
             buffers.append(_packed(plan, tensors, pool, timeout_s))  # noqa: PERF401  # what was leased is known
     except BaseException:
-        release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
+        release_all(buffers)
         raise
     return buffers
 
@@ -245,17 +245,13 @@ def _packed(plan: _Plan, tensors: Mapping[str, Pieces], pool: Pool, timeout_s: f
         return bytes_of(groups[0][0].contiguous())  # the channel makes the one copy
     nbytes = plan.numbers * section.dtype.itemsize
     if nbytes < _LEASE_FROM_BYTES:
-        target = bytearray(nbytes)
-        _fill(memoryview(target), plan, groups)
+        target = memoryview(bytearray(nbytes))
+        _fill(target, plan, groups)
         return target
-    lease = pool.acquire(nbytes, timeout_s)
-    try:
+    with pool.acquire(nbytes, timeout_s) as lease:
         _fill(lease.memory, plan, groups)
-    except BaseException:
-        lease.release()
-        raise
-    pool.count_copy(nbytes)
-    return lease
+        pool.count_copy(nbytes)
+        return lease.hand_over()
 
 
 def _pieces(
@@ -282,31 +278,11 @@ def _fill(target: memoryview, plan: _Plan, groups: Sequence[list[torch.Tensor]])
     start, dtype = 0, plan.section.dtype
     for group, total, size, pieces in zip(plan.section.groups, plan.totals, plan.sizes, groups, strict=True):
         stop = start + size * dtype.itemsize
-        there = _end_to_end(pieces, stop - start, dtype)
-        if there is not None:
-            copy_bytes(target[start:stop], there)
-        elif size:
+        if size:
             torch.cat(pieces, out=torch.frombuffer(target[start:stop], dtype=dtype).view(total, *group.tail))
         start = stop
     if plan.section.code == "f2":
         _check_range(target, groups)
-
-
-def _end_to_end(pieces: Sequence[torch.Tensor], nbytes: int, dtype: torch.dtype) -> memoryview | None:
-    """Return the bytes of tensors of this dtype that lie end to end in memory, as pooled rows do; None for others."""
-    if not nbytes:
-        return None
-    first = pieces[0]
-    at = first.data_ptr()
-    for piece in pieces:
-        if piece.data_ptr() != at or piece.dtype is not dtype or not piece.is_contiguous():
-            return None
-        at += piece.nbytes
-    left = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
-    if nbytes > left:  # it is chance that they are neighbours
-        return None
-    flat = first if len(pieces) == 1 else first.as_strided((nbytes // first.itemsize,), (1,))
-    return bytes_of(flat).cast("B")
 
 
 def _check_range(target: memoryview, groups: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -66,7 +66,7 @@ class Channel(Protocol):
         """
 
     def statistics(self) -> ChannelStatistics:
-        """Return a consistent snapshot of the counters; works after `close`."""
+        """Return a snapshot of the counters; works after `close`."""
 
     def __enter__(self) -> Self: ...
 

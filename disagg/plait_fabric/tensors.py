@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -29,19 +28,8 @@ MAX_DIMENSIONS = 16
 MAX_SIZE = 1 << 48
 
 DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
+    name: getattr(torch, name)
+    for name in "float32 float16 bfloat16 float64 int64 int32 int16 int8 uint8 bool".split()  # noqa: SIM905
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -58,26 +46,20 @@ class TensorMessage:
     def __init__(self, message: Message, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self._message = message
         self.header = header
-        self._tensors: dict[str, torch.Tensor] | None = tensors
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors by name; empty after the release."""
-        return self._tensors if self._tensors is not None else {}
+        self.tensors = tensors
+        """By name; empty after the release."""
 
     def release(self) -> None:
         """Release the memory. Raises `LeaseMisuse` on the second call."""
-        self._tensors = None
+        self.tensors = {}
         self._message.release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._tensors is not None:
-            self.release()
+    def __exit__(self, *error: object) -> None:
+        self.tensors = {}
+        self._message.__exit__(*error)
 
 
 def send_tensors(
@@ -109,7 +91,7 @@ def pack_tensors(
             described.append(entry)
             buffers.append(buffer)
     except BaseException:
-        release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
+        release_all(buffers)
         raise
     return {**header, KEY: described}, buffers
 

@@ -27,7 +27,7 @@ from plait_fabric import (
     connect,
     listen,
 )
-from plait_fabric.memory.segment import Segment
+from plait_fabric.memory.segment import map_segment
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
 from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
 from suites.fabric_listener import ListenerConformance, ProcessConformance
@@ -182,7 +182,7 @@ def test_segments_of_strangers_are_refused(tmp_path: Path) -> None:
     os.ftruncate(file, 4096)
     for descriptor in (unsealed, file):
         with pytest.raises(ProtocolViolation):
-            Segment.attach(descriptor)
+            map_segment(descriptor)
         os.close(descriptor)
 
 

@@ -5,22 +5,40 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from plait_fabric import Channel, ChannelClosed, ProtocolViolation, RecvTimeout
+from plait_fabric import Channel, ChannelClosed, ProtocolViolation, RecvTimeout, connect, listen
 from plait_fabric.errors import BadHeader
 from plait_fabric.link.link import Link
 from plait_fabric.link.modelled import LinkPort, ModelledChannel, MonotonicClock, modelled
-from plait_fabric.transport.inproc import pair
-from suites.fabric_channel import WAIT_S, ChannelConformance
+from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
 from suites.fabric_tensors import TensorConformance
 from support.fabric_links import shipped, slow_link
 
 LINK = shipped().link
 _numbers = itertools.count()
+
+
+_opened: list[Channel] = []
+
+
+def pair() -> tuple[Channel, Channel]:
+    """Two connected ends in this process, which the test's end closes."""
+    with listen(f"inproc://modelled-{next(_numbers)}", secret=SECRET) as listener:
+        ends = connect(listener.address, secret=SECRET), listener.accept(WAIT_S)
+    _opened.extend(ends)
+    return ends
+
+
+@pytest.fixture(autouse=True)
+def _close_pairs() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
 
 
 class VirtualClock:
@@ -196,7 +214,7 @@ def test_close_wakes_who_waits_for_the_link() -> None:
         time.sleep(0.05)
         server.close()
         assert isinstance(waiting.exception(WAIT_S), ChannelClosed)
-    assert one.pool.statistics().leases == 0
+    assert other.statistics().open_messages == 0
 
 
 def test_wall_clocks_may_jump(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,10 +158,10 @@ async def test_one_hn_that_comes_back_knows_nothing(workers: Workers) -> None:
     cn = await workers.cn(cache_rows=1000)
     for _ in range(2):
         await workers.right(cn, 1)
-    sent, stale = cn.metrics()["cache_rows_sent_total"], dict(cn._senders)
+    sent, stale = cn.metrics()["cache_rows_sent_total"], dict(cn._hns)
     workers.rig.lose("hn")
     await until(lambda: cn.ready() is not None)
-    cn._senders.update(stale)  # as a batch does that was being packed while the channel died
+    cn._hns.update(stale)  # as a batch does that was being packed while the channel died
     workers.hn()
     await until(lambda: cn.ready() is None)
     for _ in range(2):

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from plait_fabric.memory.ring import RingReader, RingWriter
-from plait_fabric.memory.segment import Segment, close_descriptors
+from plait_fabric.memory.segment import closing, map_segment
 from plait_fabric.protocols import Channel
-from plait_fabric.transport.shm import ShmChannel, create_segment
+from plait_fabric.transport.shm import ShmChannel, segment_with_ring
 from plait_fabric.transport.tcp import TcpChannel
 from plait_fabric.values import FabricOptions, Scheme
 
@@ -56,17 +56,17 @@ def _over_tcp(options: FabricOptions) -> RawEnds:
 def _over_shm(options: FabricOptions) -> RawEnds:
     controls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     returns = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    (first, of_first), (second, of_second) = create_segment(options), create_segment(options)
-    client = ShmChannel(
-        control=controls[0], credit=returns[0], outgoing=first, incoming=Segment.attach(of_second), peer="shm server",
-        options=options,
-    )  # fmt: skip
-    server = ShmChannel(
-        control=controls[1], credit=returns[1], outgoing=second, incoming=Segment.attach(of_first), peer="shm client",
-        options=options,
-    )  # fmt: skip
-    close_descriptors([of_first, of_second])
-    ring = RingWriter(first.memory[: RingReader(first.memory).nbytes])
+    (first, of_first), (second, of_second) = segment_with_ring(options), segment_with_ring(options)
+    with closing([of_first, of_second]):
+        client = ShmChannel(
+            control=controls[0], credit=returns[0], outgoing=first, incoming=map_segment(of_second),
+            peer="shm server", options=options,
+        )  # fmt: skip
+        server = ShmChannel(
+            control=controls[1], credit=returns[1], outgoing=second, incoming=map_segment(of_first),
+            peer="shm client", options=options,
+        )  # fmt: skip
+    ring = RingWriter(first[: RingReader(first).nbytes])
 
     def send(packet: bytes) -> None:
         assert ring.put(packet)

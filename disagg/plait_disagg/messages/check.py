@@ -43,12 +43,9 @@ def check_request(
             _check_bag(item, tensor, tensors[name + OFFSETS], rows)
             if item.weighted:
                 _check_form(name + WEIGHTS, tensors[name + WEIGHTS], torch.float32, tuple(tensor.shape))
-                _check_finite(name + WEIGHTS, tensors[name + WEIGHTS])
-        elif isinstance(item, Dense):
-            _check_form(name, tensor, torch.float32, (rows, *item.shape))
-            _check_finite(name, tensor)
         else:
-            _check_form(name, tensor, torch.int64, (rows, *item.shape))
+            dtype = torch.float32 if isinstance(item, Dense) else torch.int64
+            _check_form(name, tensor, dtype, (rows, *item.shape))
         if name in card.id_rows:
             watched.append(name)
         _check_range(item, tensor)
@@ -85,7 +82,8 @@ def _count_candidates(card: ModelCard, tensors: Mapping[str, torch.Tensor]) -> i
 def _check_bag(item: Bag, ids: torch.Tensor, offsets: torch.Tensor, rows: int) -> None:
     name = item.name + OFFSETS
     if ids.dim() != 1:
-        raise BadInput(f"{item.name}: the ids of a bag are one row of numbers, not {_shape(ids)}", param=item.name)
+        detail = f"the ids of a bag are one row of numbers, not {list(ids.shape)}"
+        raise BadInput(f"{item.name}: {detail}", param=item.name)
     _check_form(item.name, ids, torch.int64, tuple(ids.shape))
     _check_form(name, offsets, torch.int64, (rows + 1,))
     bounds = _array(offsets)
@@ -110,9 +108,11 @@ def _check_form(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tupl
     if tensor.dtype is not dtype:
         raise BadInput(f"{name}: is {_dtype(tensor.dtype)}; this input takes {_dtype(dtype)}", param=name)
     if tensor.shape != shape:
-        raise BadInput(f"{name}: has shape {_shape(tensor)}; expected {list(shape)}", param=name)
+        raise BadInput(f"{name}: has shape {list(tensor.shape)}; expected {list(shape)}", param=name)
     if not tensor.is_contiguous():
         raise BadInput(f"{name}: is not contiguous", param=name)
+    if dtype is torch.float32:
+        _check_finite(name, tensor)
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -183,7 +183,3 @@ def _array(tensor: torch.Tensor) -> Any:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)

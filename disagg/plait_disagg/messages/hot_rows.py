@@ -148,20 +148,19 @@ class RowReceiver:
         self._shape: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def decode(self, tensors: Mapping[str, torch.Tensor], hot: HotRows) -> dict[str, torch.Tensor]:
-        """Return the crossing tensors of a batch, rows included; the rows are copies.
+        """Return the crossing tensors of a batch, rows included; the rows are copies. `tensors` follow the batch's
+        `crossing_layout`.
 
         Raises `OutOfStep`, or ValueError for input that no `RowSender` makes.
         """
         left = dict(tensors)
-        sent = [(_taken(left, new_slots(index)), _taken(left, new_rows(index))) for index in range(len(hot.slots))]
-        if not all(rows.dim() == 2 and rows.shape[1] for _, rows in sent):
-            raise ValueError("hot rows are not (rows, D)")
+        sent = [(left.pop(new_slots(index)), left.pop(new_rows(index))) for index in range(len(hot.slots))]
         dims = [rows.shape[1] for _, rows in sent]
         self._begin(hot, dims)
         _check_size(left, hot.ports, dims, ValueError)
         for cache, (new, rows), ports in zip(self._caches, sent, hot.ports, strict=True):
             slots = [left[port] for port in ports]
-            flat = torch.cat([one.reshape(-1) for one in slots]) if slots else torch.empty(0, dtype=torch.int32)
+            flat = torch.cat([one.reshape(-1) for one in slots])
             message = CachedRows(number=hot.number, slots=flat, new_slots=new, rows=rows)
             pieces = cache.decode(message).split_with_sizes([one.numel() for one in slots])
             for port, piece, one in zip(ports, pieces, slots, strict=True):
@@ -180,22 +179,13 @@ class RowReceiver:
             raise ValueError("hot rows of other caches than the channel has")
 
 
-def _taken(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    found = tensors.pop(name, None)
-    if found is None:
-        raise ValueError(f"{name} is missing")
-    return found
-
-
 def _check_size(
     tensors: Mapping[str, torch.Tensor],
     ports: tuple[tuple[str, ...], ...],
     dims: list[int],
     error: type[RankError] | type[ValueError],
 ) -> None:
-    """Check that all ports are present and that their rows will not exceed `MAX_BYTES`."""
-    if not all(port in tensors for some in ports for port in some):
-        raise error("a port of hot rows is missing")
+    """Check that the rows of the ports will not exceed `MAX_BYTES`."""
     counts = [sum(tensors[port].numel() for port in some) for some in ports]
     nbytes = sum(4 * count * dim for count, dim in zip(counts, dims, strict=True))
     if nbytes > MAX_BYTES:

@@ -15,12 +15,14 @@ Every header is untrusted input and validated field by field; a peer that breaks
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
 from plait_disagg.graph.inputs import check_inputs, input_from_json, input_to_json
@@ -51,6 +53,7 @@ _ERRORS: dict[str, type[RankError]] = {
     "internal": RankError,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
+_CARD_FIELDS = frozenset(field.name for field in dataclasses.fields(ModelCard))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +88,8 @@ def check_role(payload: Header, role: Role) -> None:
 
 def card_payload(card: ModelCard, crossing: Layout | None = None) -> Header:
     """Return the payload of a server's welcome; `crossing`: of an HN, what it takes."""
-    described = {
-        "name": card.name,
-        "version": card.version,
-        "inputs": [input_to_json(item) for item in card.inputs],
-        "outputs": {name: list(shape) for name, shape in card.outputs.items()},
-        "largest_candidates": card.largest_candidates,
-        "items": card.items,
-        "mode": card.mode,
-        "id_rows": dict(card.id_rows),
-        "packaged": card.packaged,
-    }
+    described = {name: getattr(card, name) for name in _CARD_FIELDS}
+    described["inputs"] = [input_to_json(item) for item in card.inputs]
     return {"card": described, **({} if crossing is None else {"crossing": crossing.text})}
 
 
@@ -103,19 +97,10 @@ def parse_card(payload: Header) -> ModelCard:
     """Parse the server's first message. Raises `WireError`."""
     data: Any = payload.get("card")
     try:
+        fields.only(data, _CARD_FIELDS)
         inputs = tuple(input_from_json(item) for item in data["inputs"])
         check_inputs(inputs)
-        return ModelCard(
-            name=str(data["name"]),
-            version=str(data["version"]),
-            inputs=inputs,
-            outputs={str(name): tuple(int(size) for size in shape) for name, shape in data["outputs"].items()},
-            largest_candidates=int(data["largest_candidates"]),
-            items=None if data["items"] is None else int(data["items"]),
-            mode=str(data["mode"]),
-            id_rows={str(name): int(rows) for name, rows in data["id_rows"].items()},
-            packaged=str(data["packaged"]),
-        )
+        return TypeAdapter(ModelCard).validate_python({**data, "inputs": inputs})
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise WireError(f"not a model's card: {error!r}") from error
 

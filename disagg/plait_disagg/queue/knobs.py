@@ -1,4 +1,4 @@
-"""What may change on a running worker. Plain data; the pydantic counterpart in a configuration file is elsewhere."""
+"""What may change on a running worker. Plain data, checked by its pydantic counterpart in the configuration."""
 
 from __future__ import annotations
 
@@ -45,22 +45,3 @@ class WorkerKnobs:
     wire: WireFormat = "float32"
     cache_rows: int = 0
     cache: CachePolicy = "lru"
-
-    def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ValueError(f"threads must not be negative, got {self.threads}")
-        if any(core < 0 for core in self.cores):
-            raise ValueError(f"cores are numbers from 0 on, got {self.cores}")
-        if self.order not in ("deadline", "arrival"):
-            raise ValueError(f"order must be deadline or arrival, got {self.order!r}")
-        if not 0.0 <= self.batch_wait_ms <= 1_000.0:
-            raise ValueError(f"batch_wait_ms must be from 0 to 1000, got {self.batch_wait_ms}")
-        if self.cache_rows < 0:
-            raise ValueError(f"cache_rows must not be negative, got {self.cache_rows}")
-        if self.cache not in ("lru", "static"):
-            raise ValueError(f"cache must be lru or static, got {self.cache!r}")
-        for name in ("largest_batch_rows", "largest_waiting", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.wire not in ("float32", "float16", "int8"):
-            raise ValueError(f"wire must be float32, float16 or int8, got {self.wire!r}")

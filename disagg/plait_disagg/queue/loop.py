@@ -24,8 +24,6 @@ from plait_kernels.device_errors import is_device_lost
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import pin_to_cores, set_threads
 
-__all__ = ["BatchLoop", "Inbox", "Item"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Item)
@@ -44,17 +42,24 @@ class Inbox(Generic[T]):
         downstream: Callable[[], Downstream] = Downstream,
     ) -> None:
         """Create an empty inbox; see `BatchLoop` for the arguments."""
-        self._pace = pace
+        self.pace = pace
         self._waiting: WaitQueue[T] = WaitQueue(knobs, pace, refuses=refuses)
         self._clock = clock
         self._downstream = downstream
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        self._asleep = False
-        self._closed = False
+        self._asleep = self._closed = False
+        self.refused = 0
 
-    def __len__(self) -> int:
+    @property
+    def waiting(self) -> int:
+        """Items that are waiting for a batch."""
         return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is waiting and nothing is running."""
+        return self._waiting.idle
 
     def put(self, item: T) -> None:
         """Add an item.
@@ -62,21 +67,30 @@ class Inbox(Generic[T]):
         Raises `Busy` if too many are waiting or it would be answered too late, `WorkerUnavailable` after `close`.
         """
         with self._lock:
-            self._raise_if_closed()
-            self._waiting.check(item, self._clock(), busy_downstream=bool(self._downstream().open))
+            if self._closed:
+                raise WorkerUnavailable("the worker is stopping")
+            try:
+                self._waiting.check(item, self._clock(), busy_downstream=bool(self._downstream().open))
+            except Busy:
+                self.refused += 1
+                raise
             self._waiting.add(item)
             self._ring()
 
     def put_again(self, item: T) -> bool:
-        """Put back an item that was taken before: there is always room for it. Return False after `close`."""
+        """Put back an item that was taken before: there is always room for it. After `close` fail it and return
+        False."""
         with self._lock:
-            if not self._closed:
+            closed = self._closed
+            if not closed:
                 self._waiting.add(item)
                 self._ring()
-            return not self._closed
+        if closed:
+            item.fail(WorkerUnavailable("the worker is stopping"))
+        return not closed
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
-        """Apply new knobs from the next item on; waiting items keep their place."""
+        """Apply new knobs from the next item, and the next batch, on; waiting items keep their place."""
         with self._lock:
             self._waiting.knobs = knobs
 
@@ -85,20 +99,6 @@ class Inbox(Generic[T]):
         with self._lock:
             self._closed = True
             self._ring()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it accepts no more items."""
-        return self._closed
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is waiting and nothing is running."""
-        return self._waiting.idle
-
-    def busy(self, until_s: float) -> None:
-        """Record that a batch is running, expected to end at `until_s`; 0: none is running."""
-        self._waiting.busy_until_s = until_s
 
     def take(self) -> list[T] | None:
         """Wait for items and take a batch, empty if none of them needs work; return None after the last one."""
@@ -115,109 +115,16 @@ class Inbox(Generic[T]):
                 continue
         if taken is None:
             return None
+        self.saw_given_up(taken.late)
         for item in taken.late:
-            if not item.gone:
-                self._pace.saw_end(in_time=False)
             item.fail(too_late(item, self._clock()))
         return taken.batch
 
-    def _wait_s(self) -> float | None:
-        """Return how long to wait for more items: 0 for not at all, None until the first arrives. Needs the lock."""
-        waiting = self._waiting
-        if self._closed:
-            return 0
-        if not len(waiting):
-            return None
-        if not waiting.knobs.batch_wait_ms or waiting.rows >= waiting.knobs.largest_batch_rows:
-            return 0
-        return max(0.0, waiting.begins_s - self._clock())
-
-    def _raise_if_closed(self) -> None:
-        if self._closed:
-            raise WorkerUnavailable("the worker is stopping")
-
-    def _ring(self) -> None:
-        if self._asleep:
-            self._asleep = False
-            self._bell.put(None)
-
-
-class BatchLoop(Generic[T]):
-    """Runs `work` on batches, one thread at a time. `work` reports the outcomes itself, or raises before it reported
-    any.
-
-    `wait_for_room` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
-    `downstream` looks at where batches go from here. `refuses`: see `WaitQueue`.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[list[T]], None],
-        *,
-        name: str,
-        knobs: WorkerKnobs,
-        clock: Callable[[], float],
-        wait_for_room: Callable[[], None] | None = None,
-        downstream: Callable[[], Downstream] = Downstream,
-        refuses: bool = True,
-    ) -> None:
-        """Start the thread at once."""
-        self._work = work
-        self._name = name
-        self._knobs = knobs
-        self._clock = clock
-        self._wait_for_room = wait_for_room
-        self.pace = Pace()
-        self.heartbeat = ThreadHeartbeat(clock)
-        self._inbox: Inbox[T] = Inbox(knobs, self.pace, clock, refuses=refuses, downstream=downstream)
-        self._batch_lock = threading.Lock()
-        self._abandoned: RankError | None = None
-        self.batches = self.items = self.rows = self.refused = 0
-        self.queued_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread.is_alive()
-
-    @property
-    def waiting(self) -> int:
-        """Items that are waiting for a batch."""
-        return len(self._inbox)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is waiting and nothing is running."""
-        return self._inbox.idle
-
-    def put(self, item: T) -> None:
-        """Add an item, as `Inbox.put`."""
-        try:
-            self._inbox.put(item)
-        except Busy:
-            self.refused += 1
-            raise
-
-    def run_here(self, item: T) -> bool:
-        """Process the item on the calling thread if nothing else is waiting or running; return False if it was not
-        processed.
-
-        Only if the work is single-threaded, since a second thread that computes with a team would slow down both, and
-        if batches do not wait for more.
-        """
-        knobs = self._knobs
-        if knobs.threads != 1 or knobs.cores or knobs.batch_wait_ms or not self._batch_lock.acquire(blocking=False):
-            return False
-        try:
-            if not self._inbox.idle or self._inbox.closed:
-                return False
-            with torch.inference_mode():
-                self._run_batch([item], 0.0)
-            return True
-        finally:
-            self._batch_lock.release()
+    def saw_given_up(self, items: Iterable[T]) -> None:
+        """Record items on which the work was wasted: they were too late, here or downstream."""
+        for item in items:
+            if not item.gone:
+                self.pace.saw_end(in_time=False)
 
     def saw_ends(self, items: Iterable[T]) -> None:
         """Record items that were processed, here and downstream.
@@ -230,25 +137,78 @@ class BatchLoop(Generic[T]):
             if item.due_s is not None and (now_s > item.due_s or not item.gone):
                 self.pace.saw_end(in_time=now_s <= item.due_s)
 
-    def saw_given_up(self, items: Iterable[T]) -> None:
-        """Record items on which the work was wasted: they were too late downstream."""
-        for item in items:
-            if not item.gone:
-                self.pace.saw_end(in_time=False)
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for more items: 0 for not at all, None until the first arrives. Needs the lock."""
+        waiting = self._waiting
+        if self._closed:
+            return 0
+        if not len(waiting):
+            return None
+        if not waiting.knobs.batch_wait_ms or waiting.rows >= waiting.knobs.largest_batch_rows:
+            return 0
+        return max(0.0, waiting.begins_s - self._clock())
 
-    def put_again(self, item: T) -> None:
-        """Put an item back as `Inbox.put_again`; fail it if the inbox is closed."""
-        if not self._inbox.put_again(item):
-            item.fail(WorkerUnavailable("the worker is stopping"))
+    def _ring(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            self._bell.put(None)
 
-    def reconfigure(self, knobs: WorkerKnobs) -> None:
-        """Apply new knobs from the next batch on."""
-        self._knobs = knobs
-        self._inbox.reconfigure(knobs)
 
-    def close(self) -> None:
-        """Reject new items; waiting ones are still processed."""
-        self._inbox.close()
+class BatchLoop(Inbox[T]):
+    """An inbox that empties itself: runs `work` on its batches, one thread at a time. `work` reports the outcomes
+    itself, or raises before it reported any.
+
+    `wait_for_room` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
+    `downstream` looks at where batches go from here. `refuses`: see `WaitQueue`.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[list[T]], None],
+        *,
+        name: str,
+        knobs: WorkerKnobs,
+        clock: Callable[[], float],
+        wait_for_room: Callable[[], None] = lambda: None,
+        downstream: Callable[[], Downstream] = Downstream,
+        refuses: bool = True,
+    ) -> None:
+        """Start the thread at once."""
+        super().__init__(knobs, Pace(), clock, refuses=refuses, downstream=downstream)
+        self._work = work
+        self._name = name
+        self._wait_for_room = wait_for_room
+        self.heartbeat = ThreadHeartbeat(clock)
+        self._batch_lock = threading.Lock()
+        self._abandoned: RankError | None = None
+        self.batches = self.items = self.rows = 0
+        self.queued_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is running."""
+        return self._thread.is_alive()
+
+    def run_here(self, item: T) -> bool:
+        """Process the item on the calling thread if nothing else is waiting or running; return False if it was not
+        processed.
+
+        Only if the work is single-threaded, since a second thread that computes with a team would slow down both, and
+        if batches do not wait for more.
+        """
+        knobs = self._waiting.knobs
+        if knobs.threads != 1 or knobs.cores or knobs.batch_wait_ms or not self._batch_lock.acquire(blocking=False):
+            return False
+        try:
+            if not self.idle or self._closed:
+                return False
+            with torch.inference_mode():
+                self._run_batch([item], 0.0)
+            return True
+        finally:
+            self._batch_lock.release()
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the last item has been processed; return whether it was. Call `close` first."""
@@ -258,7 +218,7 @@ class BatchLoop(Generic[T]):
     def abandon(self, error: RankError) -> None:
         """Close, and fail what is waiting as soon as the running batch is done."""
         self._abandoned = error
-        self._inbox.close()
+        self.close()
 
     # What follows runs on the thread.
 
@@ -273,12 +233,11 @@ class BatchLoop(Generic[T]):
         threads, cores = -1, tuple[int, ...]()
         free_s = 0.0  # since when it could have taken the next batch, if one waited
         while True:
-            if self._wait_for_room is not None:
-                self._wait_for_room()
-            batch = self._inbox.take()
+            self._wait_for_room()
+            batch = self.take()
             if batch is None:
                 return
-            knobs = self._knobs  # after the wait: a change holds from the next batch on
+            knobs = self._waiting.knobs  # after the wait: a change holds from the next batch on
             if (knobs.threads, knobs.cores) != (threads, cores):
                 threads, cores = knobs.threads, knobs.cores
                 pin_to_cores(cores)
@@ -296,9 +255,13 @@ class BatchLoop(Generic[T]):
         A batch occupies the worker from when it could have been taken, so that waiting for room at an HN counts.
         """
         taken_s = self._clock()
-        rows = self._count(batch, taken_s)
+        rows = sum(item.rows for item in batch)
+        self.batches += 1
+        self.items += len(batch)
+        self.rows += rows
+        self.queued_s += sum(taken_s - item.came_s for item in batch)
         expected_s = self.pace.batch_s(rows)
-        self._inbox.busy(taken_s + expected_s)
+        self._waiting.busy_until_s = taken_s + expected_s
         self.heartbeat.begin(f"a batch of {rows} rows", expected_s or None)
         try:
             self._attempt(batch)
@@ -306,34 +269,23 @@ class BatchLoop(Generic[T]):
             self.heartbeat.rest()
         ended_s = self._clock()
         self.pace.saw_batch(rows, ended_s - (free_s or taken_s))
-        if len(self._inbox):
+        if self.waiting:
             return ended_s
-        self._inbox.busy(0.0)
+        self._waiting.busy_until_s = 0.0
         return 0.0
-
-    def _count(self, batch: list[T], now_s: float) -> int:
-        rows = sum(item.rows for item in batch)
-        self.batches += 1
-        self.items += len(batch)
-        self.rows += rows
-        self.queued_s += sum(now_s - item.came_s for item in batch)
-        return rows
 
     def _attempt(self, batch: list[T]) -> None:
         with on_behalf_of(lambda: (each for item in batch for each in item.request_ids)):
-            self._try(batch)
-
-    def _try(self, batch: list[T]) -> None:
-        try:
-            self._work(batch)
-        except Exception as error:
-            if is_device_lost(error):
-                _log.exception("%s: the device is lost, and this worker with it", self._name)
-                self.abandon(WorkerUnavailable("the device failed"))
-            if self._abandoned is not None or len(batch) == 1 or isinstance(error, WorkerUnavailable | Busy):
-                known = self._abandoned or as_rank_error(error)  # more tries would meet the same
+            try:
+                self._work(batch)
+            except Exception as error:
+                if is_device_lost(error):
+                    _log.exception("%s: the device is lost, and this worker with it", self._name)
+                    self.abandon(WorkerUnavailable("the device failed"))
+                if self._abandoned is not None or len(batch) == 1 or isinstance(error, WorkerUnavailable | Busy):
+                    known = self._abandoned or as_rank_error(error)  # more tries would meet the same
+                    for item in batch:
+                        item.fail(known)
+                    return
                 for item in batch:
-                    item.fail(known)
-                return
-            for item in batch:
-                self._attempt([item])
+                    self._attempt([item])

@@ -40,12 +40,6 @@ class Scaling:
     up_after_s: float = 2.0
     down_after_s: float = 30.0
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_replicas <= self.max_replicas:
-            raise ValueError(f"1 <= min_replicas <= max_replicas, got {self.min_replicas} and {self.max_replicas}")
-        if not 0 < self.low < self.target < self.high:
-            raise ValueError(f"low < target < high, got {self.low}, {self.target}, {self.high}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleState:

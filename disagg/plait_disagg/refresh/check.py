@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.package.halves import RowsByTable
+from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.update import Update, UpdatedRows
 from plait_disagg.tables.formats import LAYOUTS, decode_rows, encode_rows
@@ -18,29 +20,42 @@ RowWrites = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By group: the rows of its matrix, (k,) int64, ascending, and their new contents, (k, columns)."""
 
 
-def check_names(update: Update, *, model: str, version: str) -> None:
-    """Check that the update is for that model at that version."""
-    if update.model != model:
-        raise BadUpdate("update.json.model", f"is for {update.model}, not {model}")
+def checked(package: Package, update: Update, version: str) -> RowWrites:
+    """Return the update's rows as the package's tables store them.
+
+    Raises `BadUpdate` if the update does not fit the package or does not build on `version`. Reads no row of the
+    package.
+    """
+    manifest = package.manifest
+    if update.version == manifest.version:
+        raise BadUpdate("update.json.version", f"{update.version} is the version that was packaged")
+    if update.model != manifest.name:
+        raise BadUpdate("update.json.model", f"is for {update.model}, not {manifest.name}")
     if update.base != version:
         raise BadUpdate("update.json.base", f"goes on from version {update.base}; the model is at {version}")
+    for name in update.constants.keys() & {rows_name(table) for table in package.hn_tables}:
+        raise BadUpdate(f"constants.{name}", "is a table: give its rows")
+    _check_constants(package, update)
+    if not update.rows:
+        return {}
+    if not package.tables.is_writable:
+        raise BadUpdate("rows", "vm.overcommit_memory=2 allows this process no private copy of tables of this size")
+    return stored_rows(update, package.tables)
 
 
-def check_constants(update: Update, held: Mapping[str, torch.Tensor], used: frozenset[str]) -> None:
-    """Check the constants of an update.
-
-    `held`: the package's constants; `used`: those that its halves read, of which at least one must change.
-    """
+def _check_constants(package: Package, update: Update) -> None:
+    """Check the constants of an update: the halves must read at least one of them."""
     for name, tensor in update.constants.items():
         where = f"constants.{name}"
-        old = held.get(name)
+        old = package.constants.get(name)
         if old is None:
             raise BadUpdate(where, "the package has no such constant")
         if tensor.shape != old.shape or tensor.dtype != old.dtype:
             detail = f"is {tensor.dtype} {tuple(tensor.shape)}; the package has {old.dtype} {tuple(old.shape)}"
             raise BadUpdate(where, detail)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise BadUpdate(where, "a number is NaN or infinite")
+        if tensor.is_floating_point():
+            _check_finite(where, tensor)
+    used = {port.name for port in (*package.cn.constants, *package.hn.constants)}
     if update.constants and used.isdisjoint(update.constants):
         # Packaging takes layers apart; an update that only has the module's own weights would change nothing.
         raise BadUpdate("constants", "neither half of the model reads any of these")

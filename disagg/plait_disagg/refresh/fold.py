@@ -26,10 +26,9 @@ from plait_disagg.package.manifest import (
     write_manifest,
 )
 from plait_disagg.package.read import Package, open_package
-from plait_disagg.refresh.check import decoded_rows
+from plait_disagg.refresh.check import checked, decoded_rows
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live_package import checked
 from plait_disagg.refresh.update import read_update
 from plait_disagg.tables.container import map_container
 

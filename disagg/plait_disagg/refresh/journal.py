@@ -14,20 +14,26 @@ leaves the old list or the new one. A folder that it does not name was never pub
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait_disagg.package.manifest import NAME
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
-from plait_disagg.refresh.update import MANIFEST, read_update_manifest
+from plait_disagg.refresh.update import FORMAT, MANIFEST, Format, Version, bad_file, read_update_manifest
 
 UPDATES = "updates"
-FORMAT = 1
 _APPLIED = "applied.json"
+
+
+class _Applied(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: Format
+    versions: tuple[Version, ...]
 
 
 class Journal:
@@ -40,17 +46,13 @@ class Journal:
         """Return the applied versions, oldest first, without the packaged one. Raises `BadUpdate` if the list is
         unreadable."""
         try:
-            data = json.loads((self._folder / _APPLIED).read_text(encoding="utf-8"))
+            return _Applied.model_validate_json((self._folder / _APPLIED).read_bytes()).versions
         except FileNotFoundError:
             return ()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise BadUpdate(_APPLIED, str(error)) from error
-        if not isinstance(data, dict) or data.keys() != {"format", "versions"} or data["format"] != FORMAT:
-            raise BadUpdate(_APPLIED, f"is not a list of updates of format {FORMAT}")
-        versions = data["versions"]
-        if not isinstance(versions, list) or not all(isinstance(one, str) and NAME.fullmatch(one) for one in versions):
-            raise BadUpdate(f"{_APPLIED}.versions", "must be a list of versions")
-        return tuple(versions)
+        except ValidationError as error:
+            raise bad_file(_APPLIED, error) from error
 
     def after(self, version: str) -> tuple[Path, ...]:
         """Return the folders of the updates after `version`, or all of them if `version` is not in the journal."""
@@ -87,9 +89,9 @@ class Journal:
 
     def record(self, version: str) -> None:
         """Record that the stored update is applied from now on. Raises OSError."""
-        versions = [*self.versions(), version]
+        applied = _Applied(format=FORMAT, versions=(*self.versions(), version))
         draft = self._folder / f".{_APPLIED}.partial"
-        draft.write_text(json.dumps({"format": FORMAT, "versions": versions}) + "\n", encoding="utf-8")
+        draft.write_text(applied.model_dump_json() + "\n", encoding="utf-8")
         _sync(draft)
         draft.replace(self._folder / _APPLIED)
         _sync(self._folder)

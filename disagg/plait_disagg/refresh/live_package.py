@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.package.halves import CompiledDense, CompiledSparse
 from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package, open_package
-from plait_disagg.refresh.check import RowWrites, check_constants, check_names, decoded_rows, stored_rows
+from plait_disagg.refresh.check import RowWrites, checked, decoded_rows
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate, RowWrite
@@ -35,23 +34,18 @@ class LivePackage:
         self,
         package: Package,
         *,
-        sparse: bool,
-        dense: bool,
-        device: torch.device | str = "cpu",
-        prepares: bool = False,
-        tables: ShardedTables | None = None,
-        pieces: HeldPieces | None = None,
+        sparse: CompiledSparse | None,
+        dense: CompiledDense | None,
+        tables: ShardedTables | None,
+        pieces: HeldPieces | None,
     ) -> None:
-        """Open the halves at the packaged version; `prepares`: see `Package.dense`. Raises `PackageError`."""
+        """Begin with the halves at the packaged version."""
         self.package = package
         self.version = self.dense_version = package.manifest.version
-        self.pieces, self._tables = pieces, tables
+        self.sparse, self.pieces, self._tables = sparse, pieces, tables
         if tables is not None:
             tables.version = self.version
-        self.sparse: CompiledSparse | None = package.sparse(tables) if sparse else None
-        self.dense: dict[str, CompiledDense] = {}
-        if dense:
-            self.dense[self.version] = package.dense(device, prepares=prepares)
+        self.dense = {} if dense is None else {self.version: dense}
         self._cn_constants = frozenset(port.name for port in package.cn.constants)
         self._hn_constants = frozenset(port.name for port in package.hn.constants)
         self._hn_tables = package.hn_tables
@@ -78,7 +72,7 @@ class LivePackage:
             writes=self._writes(rows),
             row_ids={table: rows.ids for table, rows in update.rows.items()},
             sparse=self.sparse.with_constants(update.constants) if new_sparse and self.sparse is not None else None,
-            dense=self._newest_dense().updated(update.constants, small) if new_dense and self.dense else None,
+            dense=self.dense[self.dense_version].updated(update.constants, small) if new_dense and self.dense else None,
             on_write=None if self._tables is None else partial(setattr, self._tables, "version", update.version),
         )
 
@@ -97,30 +91,6 @@ class LivePackage:
             kept = [*self.dense.items(), (change.dense_version, change.dense)][-KEPT:]
             self.dense = dict(kept)
 
-    def _newest_dense(self) -> CompiledDense:
-        return self.dense[self.dense_version]
-
-
-def checked(package: Package, update: Update, version: str) -> RowWrites:
-    """Return the update's rows as the package's tables store them.
-
-    Raises `BadUpdate` if the update does not fit the package or does not build on `version`. Reads no row of the
-    package.
-    """
-    manifest = package.manifest
-    if update.version == manifest.version:
-        raise BadUpdate("update.json.version", f"{update.version} is the version that was packaged")
-    check_names(update, model=manifest.name, version=version)
-    for name in update.constants.keys() & {rows_name(table) for table in package.hn_tables}:
-        raise BadUpdate(f"constants.{name}", "is a table: give its rows")
-    used = frozenset(port.name for port in (*package.cn.constants, *package.hn.constants))
-    check_constants(update, package.constants, used)
-    if not update.rows:
-        return {}
-    if not package.tables.is_writable:
-        raise BadUpdate("rows", "vm.overcommit_memory=2 allows this process no private copy of tables of this size")
-    return stored_rows(update, package.tables)
-
 
 def open_live(
     folder: Path,
@@ -138,13 +108,12 @@ def open_live(
     Raises `PackageError`.
     """
     package = open_package(folder, ahead=tables is None and pieces is None)
+    sharded = None if tables is None else tables(package)
     live = LivePackage(
         package,
-        sparse=sparse,
-        dense=dense,
-        device=device,
-        prepares=prepares,
-        tables=None if tables is None else tables(package),
+        sparse=package.sparse(sharded) if sparse else None,
+        dense=package.dense(device, prepares=prepares) if dense else None,
+        tables=sharded,
         pieces=None if pieces is None else pieces(package),
     )
     try:

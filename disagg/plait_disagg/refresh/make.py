@@ -13,9 +13,10 @@ from plait_disagg.graph.store import dump_program
 from plait_disagg.package.costing import cuttable
 from plait_disagg.package.manifest import NAME
 from plait_disagg.package.read import Package
+from plait_disagg.refresh.check import checked
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live_package import checked, open_live
+from plait_disagg.refresh.live_package import open_live
 from plait_disagg.refresh.update import Update, UpdatedRows, read_update
 from plait_disagg.tables.formats import encode_rows
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Protocol
 
 from plait_disagg.package.read import Package
+from plait_disagg.refresh.check import checked
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live_package import checked
 from plait_disagg.refresh.update import read_update, read_update_manifest
 
 

@@ -14,13 +14,13 @@ module checks that it is complete and matches its manifest, `check.py` that it f
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -33,7 +33,6 @@ ROWS, CONSTANTS = "rows.safetensors", "constants.safetensors"
 FORMAT = 1
 """The version of the folder's layout."""
 
-_KEYS = frozenset({"format", "model", "base", "version", "rows", "constants", "files"})
 _IDS, _ROWS = ":ids", ":rows"
 _MAX_MANIFEST_BYTES = 16 << 20
 
@@ -46,16 +45,50 @@ class UpdatedRows:
     rows: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateManifest:
+def _is_name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise ValueError(f"{text[:60]!r} must match {NAME.pattern}")
+    return text
+
+
+def _are_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len({"", *names}) != len(names) + 1:
+        raise ValueError("has a name twice, or an empty one")
+    return names
+
+
+Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+Version = Annotated[str, AfterValidator(_is_name)]
+Names = Annotated[tuple[str, ...], AfterValidator(_are_distinct)]
+
+
+class UpdateManifest(BaseModel):
     """The contents of update.json: `rows` (tables) and `constants` (names) that change; `files`: SHA-256 by name."""
 
-    model: str
-    base: str
-    version: str
-    rows: tuple[str, ...] = ()
-    constants: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    format: Format
+    model: Version
+    base: Version
+    version: Version
+    rows: Names
+    constants: Names
+    files: Mapping[str, str]
+
+    @field_validator("version")
+    @classmethod
+    def _goes_on(cls, version: str, info: ValidationInfo) -> str:
+        if version == info.data.get("base"):
+            raise ValueError(f"{version} is the base itself")
+        return version
+
+    @field_validator("files")
+    @classmethod
+    def _are_what_is_said(cls, files: Mapping[str, str], info: ValidationInfo) -> Mapping[str, str]:
+        expected = [name for name, key in ((ROWS, "rows"), (CONSTANTS, "constants")) if info.data.get(key)]
+        if files.keys() != {*expected}:
+            raise ValueError(f"must list exactly {', '.join(expected) or 'nothing'}")
+        return files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +118,7 @@ def write_update(folder: Path, update: Update) -> UpdateManifest:
                 (draft / name).write_bytes(data)
                 files[name] = hashlib.sha256(data).hexdigest()
         manifest = UpdateManifest(
+            format=FORMAT,
             model=update.model,
             base=update.base,
             version=update.version,
@@ -92,7 +126,7 @@ def write_update(folder: Path, update: Update) -> UpdateManifest:
             constants=tuple(sorted(update.constants)),
             files=files,
         )
-        (draft / MANIFEST).write_text(json.dumps(_to_json(manifest), indent=1) + "\n", encoding="utf-8")
+        (draft / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return manifest
 
 
@@ -103,19 +137,20 @@ def read_update_manifest(folder: Path) -> UpdateManifest:
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise BadUpdate(MANIFEST, f"larger than {_MAX_MANIFEST_BYTES} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        manifest = UpdateManifest.model_validate_json(path.read_bytes())
     except OSError as error:
         raise BadUpdate(MANIFEST, f"{folder} is no update: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadUpdate(MANIFEST, "not JSON") from error
-    if not isinstance(data, dict) or data.keys() != _KEYS:
-        raise BadUpdate(MANIFEST, f"must be an object with exactly {', '.join(sorted(_KEYS))}")
-    if data["format"] != FORMAT or isinstance(data["format"], bool):
-        raise BadUpdate(f"{MANIFEST}.format", f"{str(data['format'])[:60]} is not {FORMAT}")
-    manifest = _parse(data)
+    except ValidationError as error:
+        raise bad_file(MANIFEST, error) from error
     if not manifest.rows and not manifest.constants:
         raise BadUpdate(MANIFEST, "changes nothing: neither rows nor constants")
     return manifest
+
+
+def bad_file(name: str, error: ValidationError) -> BadUpdate:
+    """Return the first fault of a JSON file."""
+    first = error.errors()[0]
+    return BadUpdate(".".join([name, *map(str, first["loc"][:1])]), first["msg"])
 
 
 def read_update(folder: Path, *, rows: bool = True) -> Update:
@@ -161,43 +196,3 @@ def _same_names(file: str, wanted: set[str], found: Mapping[str, torch.Tensor]) 
     if odd:
         name = min(odd)
         raise BadUpdate(f"{file}.{name}", "missing" if name in wanted else f"{MANIFEST} does not list it")
-
-
-def _to_json(manifest: UpdateManifest) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "model": manifest.model,
-        "base": manifest.base,
-        "version": manifest.version,
-        "rows": list(manifest.rows),
-        "constants": list(manifest.constants),
-        "files": dict(manifest.files),
-    }
-
-
-def _parse(data: Mapping[str, Any]) -> UpdateManifest:
-    for key in ("model", "base", "version"):
-        if not isinstance(data[key], str) or not NAME.fullmatch(data[key]):
-            raise BadUpdate(f"{MANIFEST}.{key}", f"{str(data[key])[:60]!r} must match {NAME.pattern}")
-    if data["version"] == data["base"]:
-        raise BadUpdate(f"{MANIFEST}.version", f"{data['version']} is the base itself")
-    rows, constants = _names(data, "rows"), _names(data, "constants")
-    files = data["files"]
-    expected = {ROWS} if rows else set()
-    expected |= {CONSTANTS} if constants else set()
-    if not isinstance(files, dict) or files.keys() != expected:
-        raise BadUpdate(f"{MANIFEST}.files", f"must list exactly {', '.join(sorted(expected)) or 'nothing'}")
-    if not all(isinstance(digest, str) for digest in files.values()):
-        raise BadUpdate(f"{MANIFEST}.files", "a SHA-256 is no text")
-    return UpdateManifest(
-        model=data["model"], base=data["base"], version=data["version"], rows=rows, constants=constants, files=files
-    )
-
-
-def _names(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = data[key]
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise BadUpdate(f"{MANIFEST}.{key}", "must be a list of names")
-    if len(set(names)) != len(names):
-        raise BadUpdate(f"{MANIFEST}.{key}", "has a name twice")
-    return tuple(names)

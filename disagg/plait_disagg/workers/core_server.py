@@ -21,11 +21,11 @@ from plait_disagg.messages.wire import (
 )
 from plait_disagg.queue.jobs import Core, Outcome, RankJob
 from plait_disagg.request_log import on_behalf_of
+from plait_disagg.workers.base import ServedWorker
 from plait_fabric import Listener, Message
 from plait_fabric.layouts import Layout
 from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.server import Peer, Server, ServerProtocol
-from plait_kernels.threads import set_threads
+from plait_fabric.rpc.server import Peer, ServerProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _LAST_SENDS_S = 0.2
 received yet."""
 
 
-class CoreServer:
+class CoreServer(ServedWorker):
     """Serves a core on listeners. Owns the listeners and the core."""
 
     def __init__(self, core: Core, listeners: Sequence[Listener]) -> None:
@@ -53,22 +53,12 @@ class CoreServer:
             on_message=self._on_message,
             on_lost=self._on_lost,
         )
-        self._server = Server(protocol, listeners, name="rank", on_thread=partial(set_threads, 1))
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Addresses on which it listens."""
-        return self._server.addresses
+        self._serve(protocol, listeners, name="rank")
 
     @property
     def alive(self) -> bool:
         """False when the process must be replaced."""
-        return self._server.alive and self._core.alive
-
-    @property
-    def channels(self) -> int:
-        """Number of clients connected now."""
-        return self._server.peers
+        return super().alive and self._core.alive
 
     def announce(self) -> None:
         """Notify clients of the core's new version."""
@@ -101,7 +91,7 @@ class CoreServer:
         try:
             request = parse_rank(header, buffers, self._card, self._layouts.inputs)
         except WireError as error:  # perhaps it was made for another version of the model
-            sink.refuse(number, BadInput(f"the request does not fit model {self._card.name}: {error}"))
+            sink.send([(number, BadInput(f"the request does not fit model {self._card.name}: {error}"))])
             return
         job = RankJob(request=request, sink=sink, ticket=number)
         sink.jobs[number] = job
@@ -132,25 +122,18 @@ class _PeerSink:
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
         """Send the outcomes to the client, in one message unless there are very many."""
         with on_behalf_of(lambda: (job.request.request_id for job, _ in outcomes)):
-            self._send([(job.ticket, outcome) for job, outcome in outcomes if isinstance(job.ticket, int)])
+            numbered = [(job.ticket, outcome) for job, outcome in outcomes if isinstance(job.ticket, int)]
+            for first in range(0, len(numbered), _MAX_OUTCOMES):
+                self.send(numbered[first : first + _MAX_OUTCOMES])
 
-    def refuse(self, number: int, error: RankError) -> None:
-        """Send the outcome of a request that never became a job."""
-        self._send([(number, error)])
-
-    def _send(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
-        for first in range(0, len(numbered), _MAX_OUTCOMES):
-            self._send_some(numbered[first : first + _MAX_OUTCOMES])
-
-    def _send_some(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
+    def send(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
+        """Send outcomes by the numbers of their requests, in one message."""
         try:
             header, buffers = answers_message(numbered, self._outputs, self._peer.pool)
         except Exception as error:
             _log.exception("answers that cannot be sent")
             broken = RankError(f"internal error ({type(error).__name__}); the worker's log has the details")
-            header, buffers = answers_message(
-                [(number, broken) for number, _ in numbered], self._outputs, self._peer.pool
-            )
+            header, buffers = answers_message([(it, broken) for it, _ in numbered], self._outputs, self._peer.pool)
         self._peer.send(header, buffers)
         for number, _ in numbered:
             self.jobs.pop(number, None)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from plait_disagg.errors import RankError, WorkerUnavailable
-from plait_disagg.messages.flow import Flow, parse_flow
+from plait_disagg.messages.flow import parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import (
@@ -35,10 +35,10 @@ from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.values import ModelCard
+from plait_disagg.workers.base import ServedWorker
 from plait_fabric import FabricError, Listener, Message
 from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.server import Peer, Server, ServerProtocol
-from plait_kernels.threads import set_threads
+from plait_fabric.rpc.server import Peer, ServerProtocol
 
 _CATCH_UP_S = 1.0
 """The min interval between two searches for a version that is not loaded."""
@@ -46,44 +46,28 @@ _CATCH_UP_S = 1.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Dense:
-    """One batch of a CN. Its tensors may view `message`, which is released with the answer."""
+    """One batch of a CN, an `Item`. Its tensors may view `message`, which is released with the answer."""
 
     peer: Peer
     message: Message
     ask: DenseAsk
-    flow: Flow
+    rows: int
+    request_ids: tuple[str, ...]
+    alone: bool
     came_s: float
-
-    @property
-    def rows(self) -> int:
-        return sum(self.ask.candidates)
-
-    @property
-    def request_ids(self) -> tuple[str, ...]:
-        return self.ask.requests
-
-    @property
-    def alone(self) -> bool:
-        return not self.ask.mergeable
+    due_s: float | None
+    lost_s: float | None
 
     @property
     def gone(self) -> bool:
         return self.peer.channel.closed
-
-    @property
-    def due_s(self) -> float | None:
-        return self.flow.due_s
-
-    @property
-    def lost_s(self) -> float | None:
-        return self.flow.lost_s
 
     def fail(self, error: RankError) -> None:
         self.message.release()
         self.peer.send(failed_header(self.ask.number, error))
 
 
-class HnWorker:
+class HnWorker(ServedWorker):
     """Serves the dense half to CNs. Owns the listeners."""
 
     def __init__(
@@ -126,22 +110,12 @@ class HnWorker:
             on_message=self._on_message,
             on_lost=self._on_lost,
         )
-        self._server = Server(protocol, listeners, name="dense", on_thread=partial(set_threads, 1))
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Addresses on which it listens."""
-        return self._server.addresses
+        self._serve(protocol, listeners, name="dense")
 
     @property
     def alive(self) -> bool:
         """False when the process must be replaced."""
-        return self._server.alive and self._loop.alive
-
-    @property
-    def channels(self) -> int:
-        """Number of CNs connected now."""
-        return self._server.peers
+        return super().alive and self._loop.alive
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
         """Apply new knobs from the next batch on."""
@@ -193,13 +167,24 @@ class HnWorker:
         try:
             ask = self._with_rows(peer, parse_dense(message.header, message.buffers, self._crossing))
             now_s = self._clock()
-            item = _Dense(peer=peer, message=message, ask=ask, flow=parse_flow(message.header, now_s), came_s=now_s)
-            self._windows[peer.number] = item.flow.window
+            flow = parse_flow(message.header, now_s)
+            item = _Dense(
+                peer=peer,
+                message=message,
+                ask=ask,
+                rows=sum(ask.candidates),
+                request_ids=ask.requests,
+                alone=not ask.mergeable,
+                came_s=now_s,
+                due_s=flow.due_s,
+                lost_s=flow.lost_s,
+            )
+            self._windows[peer.number] = flow.window
         except BaseException:
             message.release()
             raise
         try:
-            if item.flow.open > 1 or not self._loop.run_here(item):
+            if flow.open > 1 or not self._loop.run_here(item):
                 self._loop.put(item)
         except RankError as error:
             item.fail(error)
@@ -232,10 +217,7 @@ class HnWorker:
         dense = self._dense(versions.pop())
         began_s = self._clock()
         candidates = [count for item in items for count in item.ask.candidates]
-        if len(items) == 1:
-            outputs = dense.run(items[0].ask.crossing, candidates)
-        else:
-            outputs = dense.run(_end_to_end(items), candidates)
+        outputs = dense.run(_end_to_end(items), candidates)
         seconds = self._clock() - began_s
         self._busy_s += seconds
         on_cpu = {name: output.detach().cpu() for name, output in outputs.items()}
@@ -270,8 +252,7 @@ class HnWorker:
         """Send the answer. Never raises: others of the batch may already have their answers."""
         self._stay_s += began_s + seconds - item.came_s
         try:
-            peer = item.peer
-            header, buffers = done_message(item.ask.number, self._outputs, outputs, seconds * 1e3, peer.pool)
+            header, buffers = done_message(item.ask.number, self._outputs, outputs, seconds * 1e3, item.peer.pool)
             header["queued_ms"] = (began_s - item.came_s) * 1e3
         except FabricError as error:
             item.peer.drop(error)
@@ -281,7 +262,9 @@ class HnWorker:
             item.peer.send(header, buffers)
 
 
-def _end_to_end(items: Sequence[_Dense]) -> dict[str, torch.Tensor]:
+def _end_to_end(items: Sequence[_Dense]) -> Mapping[str, torch.Tensor]:
     """Join several batches into one: rows of users and rows of candidates each keep the order of the requests."""
     first = items[0].ask.crossing
+    if len(items) == 1:
+        return first
     return {name: torch.cat([item.ask.crossing[name] for item in items]) for name in first}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from plait_disagg.errors import DeadlinePassed, RankError
 from plait_disagg.queue.jobs import Core, Outcome, RankJob
@@ -17,7 +18,6 @@ class CoreRanker:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self._sink: _LoopSink | None = None
 
     @property
     def card(self) -> ModelCard:
@@ -26,21 +26,19 @@ class CoreRanker:
 
     async def rank(self, request: RankRequest) -> RankAnswer:
         """Submit the request to the core and await its outcome; cancelling the task cancels the job."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[RankAnswer] = loop.create_future()
-        job = RankJob(request=request, sink=self._sink_of(loop), ticket=future)
+        future: asyncio.Future[RankAnswer] = asyncio.get_running_loop().create_future()
+        job = RankJob(request=request, sink=self, ticket=future)
         self.core.submit(job)
-        timer = None
-        if request.deadline_s is not None:
-            timer = loop.call_later(request.deadline_s - time.monotonic(), _expire, future)
+        left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:
-            return await future
+            async with asyncio.timeout(left_s):
+                return await future
+        except TimeoutError:
+            self.core.cancel(job)
+            raise DeadlinePassed("the deadline passed before the answer was there") from None
         except (asyncio.CancelledError, DeadlinePassed):
             self.core.cancel(job)
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
 
     async def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""
@@ -54,22 +52,12 @@ class CoreRanker:
         """Stop the core on a thread, without blocking the event loop."""
         await asyncio.to_thread(self.core.stop, drain_s=drain_s)
 
-    def _sink_of(self, loop: asyncio.AbstractEventLoop) -> _LoopSink:
-        if self._sink is None or self._sink.loop is not loop:
-            self._sink = _LoopSink(loop)
-        return self._sink
-
-
-class _LoopSink:
-    """Resolves futures of one event loop; the tickets of their jobs are the futures."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
-        """Resolve the futures with one wake-up of the loop for all; if the loop is closed, nothing waits for them."""
+        """Resolve the futures, which are the jobs' tickets, with one wake-up of their loop; if that is closed, nothing
+        waits for them."""
+        first = outcomes[0][0].ticket
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(_resolve, outcomes)
+            cast("asyncio.Future[RankAnswer]", first).get_loop().call_soon_threadsafe(_resolve, outcomes)
 
 
 def _resolve(outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
@@ -81,8 +69,3 @@ def _resolve(outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-
-
-def _expire(future: asyncio.Future[RankAnswer]) -> None:
-    if not future.done():
-        future.set_exception(DeadlinePassed("the deadline passed before the answer was there"))

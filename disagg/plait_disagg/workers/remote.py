@@ -56,6 +56,8 @@ class RemoteCore:
         `window`: requests in flight to one of them; more are rejected with `Busy`.
         """
         self._model = model
+        # What clients read. Which process was lost at which address is in the log, for who runs the server.
+        self._no_worker = f"model {model}: no worker answers; one is being started"
         self._window = window
         self._card: ModelCard | None = None
         self._layouts: WeakKeyDictionary[Connection[RankJob], CardLayouts] = WeakKeyDictionary()
@@ -102,15 +104,14 @@ class RemoteCore:
         self._requests += 1
 
     def _send(self, job: RankJob) -> None:
-        connection = self._best()
-        try:
-            self._send_on(connection, job)
-        except ConnectionLost:  # since it was chosen: nothing was begun there
-            connection.rest()
+        for _ in range(2):
+            connection = self._best()
             try:
-                self._send_on(self._best(), job)
-            except ConnectionLost as error:
-                raise self._unavailable(self._no_worker) from error
+                self._send_on(connection, job)
+                return
+            except ConnectionLost:  # since it was chosen: nothing was begun there
+                connection.rest()
+        raise self._unavailable(self._no_worker)
 
     def _best(self) -> Connection[RankJob]:
         connection = self._client.best()
@@ -157,11 +158,6 @@ class RemoteCore:
         """Return None if a request would be answered now, otherwise what is missing."""
         return None if self._client.up else self._no_worker
 
-    @property
-    def _no_worker(self) -> str:
-        """What clients read. Which process was lost at which address is in the log, for who runs the server."""
-        return f"model {self._model}: no worker answers; one is being started"
-
     def metrics(self) -> Mapping[str, float]:
         """Return requests sent, and lost with a worker, so far; workers connected and requests at them now."""
         return {
@@ -193,7 +189,8 @@ class RemoteCore:
         with message:
             version = parse_version(message.header)
             if version is not None:
-                self._now_at(version)
+                if self._card is not None:
+                    self._card = replace(self._card, version=version)
                 return
             answers = parse_answers(message.header, message.keep(), self._layouts[connection].outputs)
         outcomes: list[tuple[RankJob, Outcome]] = []
@@ -209,10 +206,6 @@ class RemoteCore:
             if isinstance(outcome, RankAnswer) and not job.tries:
                 self._way.saw(time.monotonic() - job.came_s - outcome.timings.total_s)
         deliver_all(outcomes)
-
-    def _now_at(self, version: str) -> None:
-        if self._card is not None and self._card.version != version:
-            self._card = replace(self._card, version=version)
 
     def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:  # noqa: ARG002
         self._lost += len(jobs)

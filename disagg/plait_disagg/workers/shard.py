@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import get_args
 
 import torch
@@ -29,15 +28,15 @@ from plait_disagg.tables.rows_wire import (
     parse_requests,
 )
 from plait_disagg.tables.values import Lookup, Mode
+from plait_disagg.workers.base import ServedWorker
 from plait_fabric import Listener, Message
-from plait_fabric.rpc.server import Peer, Server, ServerProtocol
+from plait_fabric.rpc.server import Peer, ServerProtocol
 from plait_kernels.heartbeat import ThreadHeartbeat
-from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
 
 
-class ShardWorker:
+class ShardWorker(ServedWorker):
     """Serves `pieces`, at `version` of the rows, over the listeners, which it owns."""
 
     def __init__(
@@ -70,22 +69,7 @@ class ShardWorker:
             on_message=self._on_message,
             on_lost=lambda _: None,
         )
-        self._server = Server(protocol, listeners, name="shard", on_thread=partial(set_threads, 1))
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Addresses on which it listens."""
-        return self._server.addresses
-
-    @property
-    def alive(self) -> bool:
-        """False when the process must be replaced."""
-        return self._server.alive
-
-    @property
-    def channels(self) -> int:
-        """Number of clients connected now."""
-        return self._server.peers
+        self._serve(protocol, listeners, name="shard")
 
     def metrics(self) -> Mapping[str, float]:
         """Return lookups, ids and bytes answered so far, and those asked for another version; seconds of lookups, and

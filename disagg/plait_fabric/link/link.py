@@ -15,7 +15,7 @@ A message keeps the sender's port busy for max(gap_s, n / bytes_per_s), and late
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -27,23 +27,10 @@ class BadLink(ValueError):
         self.field = field
 
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "post_s": (1e-9, 1e-3),
-    "doorbell_s": (0.0, 1e-3),
-    "completion_s": (1e-9, 1e-3),
-    "wire_s": (1e-8, 1.0),
-    "fetch_s": (0.0, 1e-3),
-    "small_s_per_byte": (1e-13, 1e-6),
-    "gap_s": (1e-10, 1e-2),
-    "alpha_s": (1e-8, 1.0),
-    "bytes_per_s": (1e6, 1e13),
-    "inline_bytes": (0, 4_096),
-    "small_bytes": (0, 1 << 20),
-    "queue_depth": (1, 1 << 16),
-    "reads_in_flight": (1, 1 << 16),
-}
-"""The permitted values. Wider than any hardware, so that only mistakes of the unit are rejected: a nanosecond or a
-second where microseconds are usual, 8 Mbit/s to 80 Tbit/s."""
+def _within(min_value: float, max_value: float) -> Any:
+    """Declare a parameter with its permitted values. They are wider than any hardware, so that only mistakes of a unit
+    are rejected: a nanosecond or a second where microseconds are usual, 8 Mbit/s to 80 Tbit/s."""
+    return field(metadata={"within": (min_value, max_value)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +42,29 @@ class Link:
     """
 
     name: str
-    post_s: float
-    doorbell_s: float
-    completion_s: float
-    wire_s: float
-    fetch_s: float
-    small_s_per_byte: float
-    gap_s: float
-    alpha_s: float
-    bytes_per_s: float
-    inline_bytes: int
-    small_bytes: int
-    queue_depth: int
-    reads_in_flight: int
+    post_s: float = _within(1e-9, 1e-3)
+    doorbell_s: float = _within(0.0, 1e-3)
+    completion_s: float = _within(1e-9, 1e-3)
+    wire_s: float = _within(1e-8, 1.0)
+    fetch_s: float = _within(0.0, 1e-3)
+    small_s_per_byte: float = _within(1e-13, 1e-6)
+    gap_s: float = _within(1e-10, 1e-2)
+    alpha_s: float = _within(1e-8, 1.0)
+    bytes_per_s: float = _within(1e6, 1e13)
+    inline_bytes: int = _within(0, 4_096)
+    small_bytes: int = _within(0, 1 << 20)
+    queue_depth: int = _within(1, 1 << 16)
+    reads_in_flight: int = _within(1, 1 << 16)
 
     def __post_init__(self) -> None:
-        for name, (min_value, max_value) in _RANGES.items():
-            _check_number(self.name, name, getattr(self, name), min_value, max_value, whole=name in WHOLE)
+        for parameter in fields(self)[1:]:
+            value, whole = getattr(self, parameter.name), parameter.type == "int"
+            min_value, max_value = parameter.metadata["within"]
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                why = f"must be a {'whole ' if whole else ''}number, not {value!r}"
+                raise BadLink(self.name, parameter.name, why)
+            if not math.isfinite(value) or not min_value <= value <= max_value:
+                raise BadLink(self.name, parameter.name, f"{value!r} is outside of {min_value:g}..{max_value:g}")
         if self.small_s_per_byte * self.bytes_per_s < 1 - 1e-9:
             raise BadLink(self.name, "small_s_per_byte", "a byte of a small message cannot be faster than bytes_per_s")
         if self.wire_s < max(self.gap_s, self.inline_bytes / self.bytes_per_s):
@@ -105,15 +98,5 @@ class Link:
         return replace(self, name=name, **values)
 
 
-WHOLE = frozenset({"inline_bytes", "small_bytes", "queue_depth", "reads_in_flight"})
-"""The parameters that are whole numbers."""
-
-PARAMETERS = tuple(field.name for field in fields(Link) if field.name != "name")
+PARAMETERS = tuple(parameter.name for parameter in fields(Link)[1:])
 """Every parameter, in the order of the record."""
-
-
-def _check_number(link: str, name: str, value: object, min_value: float, max_value: float, *, whole: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise BadLink(link, name, f"must be a {'whole ' if whole else ''}number, not {value!r}")
-    if not math.isfinite(value) or not min_value <= value <= max_value:
-        raise BadLink(link, name, f"{value!r} is outside of {min_value:g}..{max_value:g}")

@@ -25,13 +25,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from plait_fabric.errors import BadHeader, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout, SendTimeout
 from plait_fabric.link.link import Link
-from plait_fabric.memory.pool import Lease, Pool, release_all
+from plait_fabric.memory.pool import Lease, release_all
 from plait_fabric.protocols import Buffer, Channel, Header
-from plait_fabric.transport.base import Deadline
+from plait_fabric.transport.waiting import Deadline
 from plait_fabric.values import ChannelStatistics, Delivery, Message
 
 KEY = "_link"
@@ -49,21 +49,14 @@ class LinkPort:
     """
 
     def __init__(self) -> None:
-        self._sends_until_s = self._receives_until_s = float("-inf")
+        self._until_s = {"send": -math.inf, "receive": -math.inf}
         self._lock = threading.Lock()
 
-    def send(self, at_s: float, busy_s: float) -> float:
-        """Reserve the sending side for `busy_s` from `at_s` on, or once it is free; return when that begins."""
+    def reserve(self, side: Literal["send", "receive"], at_s: float, busy_s: float) -> float:
+        """Reserve a side for `busy_s` from `at_s` on, or once it is free; return when that begins."""
         with self._lock:
-            begins_s = max(at_s, self._sends_until_s)
-            self._sends_until_s = begins_s + busy_s
-            return begins_s
-
-    def receive(self, at_s: float, busy_s: float) -> float:
-        """Reserve the receiving side in the same way."""
-        with self._lock:
-            begins_s = max(at_s, self._receives_until_s)
-            self._receives_until_s = begins_s + busy_s
+            begins_s = max(at_s, self._until_s[side])
+            self._until_s[side] = begins_s + busy_s
             return begins_s
 
 
@@ -87,6 +80,7 @@ class ModelledChannel:
 
     def __init__(self, inner: Channel, link: Link, clock: Clock, port: LinkPort) -> None:
         self._inner = inner
+        self.pool, self.peer = inner.pool, inner.peer
         self._link = link
         self._clock = clock
         self._port = port
@@ -97,17 +91,7 @@ class ModelledChannel:
         self._held: _Held | None = None
         self._failure: FabricError | None = None
         self._owed_s = 0.0
-        self._posted_s = float("-inf")
-
-    @property
-    def pool(self) -> Pool:
-        """The inner channel's pool."""
-        return self._inner.pool
-
-    @property
-    def peer(self) -> str:
-        """The inner channel's peer."""
-        return self._inner.peer
+        self._posted_s = -math.inf
 
     @property
     def closed(self) -> bool:
@@ -120,10 +104,10 @@ class ModelledChannel:
             self._inner.send(header, buffers, timeout_s=timeout_s)  # it knows what to say
             return
         if KEY in header:
-            release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
+            release_all(buffers)
             raise BadHeader(f"the header key {KEY!r} belongs to the fabric")
         if not self._stamping.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
+            release_all(buffers)
             raise SendTimeout(f"another message to {self.peer} has not left within {timeout_s} s")
         try:
             stamp = self._stamp(sum(map(_payload_bytes, buffers)))
@@ -134,7 +118,7 @@ class ModelledChannel:
     def _stamp(self, nbytes: int) -> list[Any]:
         owed_s, self._owed_s = min(self._owed_s, _MAX_OWED_S), 0.0
         self._posted_s = posted_s = max(self._posted_s, self._clock.now_s() - owed_s)
-        leaves_s = self._port.send(posted_s + self._link.sender_s, self._link.busy_s(nbytes))
+        leaves_s = self._port.reserve("send", posted_s + self._link.sender_s, self._link.busy_s(nbytes))
         return [self._token, posted_s, leaves_s]
 
     def recv(self, timeout_s: float | None = None) -> Message:
@@ -178,7 +162,7 @@ class ModelledChannel:
             self._inner.close()
             raise
         link = self._link
-        begins_s = self._port.receive(leaves_s + link.flight_s(nbytes), link.busy_s(nbytes))
+        begins_s = self._port.reserve("receive", leaves_s + link.flight_s(nbytes), link.busy_s(nbytes))
         due_s = begins_s + link.busy_s(nbytes) + link.completion_s
         late_s = max(0.0, ready_s - due_s) if began_s < due_s else 0.0
         return _Held(message, header, posted_s, due_s, late_s)

@@ -7,12 +7,11 @@ Leases that were never released show in `statistics()`.
 
 from __future__ import annotations
 
+import math
 import mmap
-import sys
 import threading
 import time
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterable
 from typing import NoReturn, Protocol, Self
 
 import numpy as np
@@ -21,7 +20,7 @@ from plait_fabric.errors import FabricError, LeaseMisuse, PoolExhausted
 from plait_fabric.memory.extents import Extents
 from plait_fabric.values import PoolStatistics
 
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+_NO_RESERVE = 0x4000
 """MAP_NORESERVE (asm-generic/mman.h; Python 3.11's `mmap` lacks it): unused address space is not accounted."""
 _NUMPY_FROM_BYTES = 16_384
 """The size from which numpy copies: it releases the GIL, which a memoryview assignment does not."""
@@ -86,23 +85,19 @@ class ConditionGate:
 class Lease:
     """`nbytes` of a pool, writable through `memory` until released or sent."""
 
-    __slots__ = ("_live", "memory", "nbytes", "offset", "pool")
+    __slots__ = ("live", "memory", "nbytes", "offset", "pool")
 
     def __init__(self, pool: Pool, offset: int, nbytes: int, memory: memoryview) -> None:
         self.pool = pool
         self.offset = offset
         self.nbytes = nbytes
         self.memory = memory
-        self._live = True
-
-    @property
-    def live(self) -> bool:
-        """True while the holder of this object owns the memory."""
-        return self._live
+        self.live = True
+        """Whether the holder of this object owns the memory."""
 
     def write(self, source: memoryview | bytes | bytearray, at: int = 0) -> None:
         """Copy bytes in at offset `at`, and count the copy."""
-        if not self._live:
+        if not self.live:
             raise LeaseMisuse("the lease was released or sent; it cannot be written")
         copy_bytes(self.memory[at : at + len(source)], source)
         self.pool.count_copy(len(source))
@@ -118,11 +113,8 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self.release()
+    def __exit__(self, *exc_info: object) -> None:
+        release_all([self])
 
 
 class Pool:
@@ -132,14 +124,10 @@ class Pool:
         """Lease out `arena` (flat, writable). `gate` decides how `acquire` waits for room."""
         self._arena = arena
         self._extents = Extents(len(arena))
-        self._gate: Gate = gate if gate is not None else ConditionGate()
+        self._gate: Gate = gate or ConditionGate()
         self._lock = threading.Lock()
-        self._leases = 0
-        self._leased_bytes = 0
-        self._peak_bytes = 0
-        self._waits = 0
-        self._copies = 0
-        self._copied_bytes = 0
+        self._leases = self._leased_bytes = self._peak_bytes = 0
+        self._waits = self._copies = self._copied_bytes = 0
         self._shut: FabricError | None = None
 
     @classmethod
@@ -163,26 +151,24 @@ class Pool:
         Raises `PoolExhausted` on timeout, and at once when the pool could never have the room;
         `ChannelClosed` or `PeerLost` when the channel that it belongs to ends while waiting.
         """
-        ticket = self._gate.ticket()
-        lease = self._try(nbytes)
-        if lease is not None:
-            return lease
-        if not self.can_ever_lease(nbytes):
-            self._refuse(nbytes, "ever")
-        with self._lock:
-            self._waits += 1
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None
         while True:
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                self._refuse(nbytes, f"within {timeout_s} s")
-            if self._shut is not None:
-                raise type(self._shut)(str(self._shut))
-            self._gate.wait(ticket, left_s)
             ticket = self._gate.ticket()
             lease = self._try(nbytes)
             if lease is not None:
                 return lease
+            if not self.can_ever_lease(nbytes):
+                self._refuse(nbytes, "ever")
+            if deadline_s is None:
+                deadline_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+                with self._lock:
+                    self._waits += 1
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                self._refuse(nbytes, f"within {timeout_s} s")
+            if self._shut is not None:
+                raise type(self._shut)(str(self._shut))
+            self._gate.wait(ticket, None if timeout_s is None else left_s)
 
     def shut(self, reason: FabricError) -> None:
         """Disable waiting: from now on, `acquire` raises `reason` where it would have waited."""
@@ -212,9 +198,7 @@ class Pool:
     def give_back(self, lease: Lease) -> None:
         """Take a lease back. Raises `LeaseMisuse` the second time or after a hand-over."""
         with self._lock:
-            if lease.pool is not self or not lease._live:
-                raise LeaseMisuse("the lease was already released or sent")
-            lease._live = False
+            self._end(lease)
             self._extents.give(lease.offset, lease.nbytes)
             self._leases -= 1
             self._leased_bytes -= self._extents.occupied_by(lease.nbytes)
@@ -223,10 +207,13 @@ class Pool:
     def transfer(self, lease: Lease) -> Lease:
         """Move a lease into a new object; the old one becomes unusable. Raises `LeaseMisuse`."""
         with self._lock:
-            if lease.pool is not self or not lease._live:
-                raise LeaseMisuse("the lease was already released or sent")
-            lease._live = False
+            self._end(lease)
         return Lease(self, lease.offset, lease.nbytes, lease.memory)
+
+    def _end(self, lease: Lease) -> None:
+        if not lease.live:
+            raise LeaseMisuse("the lease was already released or sent")
+        lease.live = False
 
     def count_copy(self, nbytes: int) -> None:
         """Record one payload copy into this pool (the hook behind `ChannelStatistics.copies`)."""
@@ -249,8 +236,8 @@ class Pool:
             )
 
 
-def release_all(leases: Sequence[Lease]) -> None:
-    """Release every lease that still belongs to its holder."""
-    for lease in leases:
-        if lease.live:
-            lease.release()
+def release_all(buffers: Iterable[object]) -> None:
+    """Release every lease among these that still belongs to its holder."""
+    for buffer in buffers:
+        if isinstance(buffer, Lease) and buffer.live:
+            buffer.release()

@@ -225,14 +225,12 @@ class Connection(Generic[T]):
         try:
             header, buffers = pack(channel.pool)
             channel.send(header, buffers, timeout_s=0.0)
-        except (PoolExhausted, SendTimeout) as error:
-            if error.channel_usable:
-                return False
-            raise self._hung_up(channel, error) from error
         except FabricError as error:
-            if error.channel_usable:
-                raise
-            raise self._hung_up(channel, error) from error
+            if not error.channel_usable:
+                raise self._hung_up(channel, error) from error
+            if isinstance(error, PoolExhausted | SendTimeout):
+                return False
+            raise
         return True
 
     def _send_later(self, channel: Channel, pack: Pack, number: int | None) -> None:

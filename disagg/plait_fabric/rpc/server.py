@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,14 +124,18 @@ class Server:
         self._name = name
         self._on_thread = on_thread
         self._listeners = tuple(listeners)
-        self._peers: dict[int, Peer] = {}
-        self._threads: dict[int, threading.Thread] = {}
+        self._peers: dict[Peer, threading.Thread] = {}
         self._numbers = 0
         self._lock = threading.Lock()
         self._stopped = False
         self._announced: Header | None = None
         self.refused = 0
-        self._acceptors = start_accepting(self._listeners, self._admit, name=name)
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(listener,), name=f"{name} accept", daemon=True)
+            for listener in self._listeners
+        ]
+        for thread in self._acceptors:
+            thread.start()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -151,7 +156,7 @@ class Server:
         """Send this to all clients, including those being greeted now. Later clients get the welcome instead."""
         self._announced = header
         with self._lock:
-            peers = list(self._peers.values())
+            peers = list(self._peers)
         for peer in peers:
             if peer.is_greeted:
                 peer.send(header)
@@ -167,29 +172,31 @@ class Server:
         """Disconnect all clients once pending replies are sent or `flush_s` has passed. Call `close_listeners`
         first."""
         with self._lock:
-            peers, threads = list(self._peers.values()), list(self._threads.values())
-        for peer in peers:
+            peers = list(self._peers.items())
+        for peer, _ in peers:
             peer.hang_up(flush_s)
         if flush_s > 0:
-            for thread in threads:
+            for _, thread in peers:
                 thread.join(flush_s)
+
+    def _accept(self, listener: Listener) -> None:
+        with suppress(ChannelClosed):
+            while True:
+                self._admit(listener.accept())
 
     def _admit(self, channel: Channel) -> None:
         with self._lock:
-            is_welcome = not self._stopped and len(self._peers) < self._protocol.max_peers
-            if is_welcome:
-                self._numbers += 1
-                peer = self._peers[self._numbers] = Peer(self._numbers, channel, self._protocol)
-                name = f"{self._name} {peer.number}"
-                self._threads[peer.number] = threading.Thread(
-                    target=self._receive, args=(peer,), name=name, daemon=True
-                )
-                self._threads[peer.number].start()
-            else:
+            if self._stopped or len(self._peers) >= self._protocol.max_peers:
                 self.refused += 1
-        if not is_welcome:
-            _log.warning("%s: too many channels; %s is refused", self._name, channel.peer)
-            channel.close()
+                _log.warning("%s: too many channels; %s is refused", self._name, channel.peer)
+                channel.close()
+                return
+            self._numbers += 1
+            peer = Peer(self._numbers, channel, self._protocol)
+            name = f"{self._name} {peer.number}"
+            thread = threading.Thread(target=self._receive, args=(peer,), name=name, daemon=True)
+            self._peers[peer] = thread
+            thread.start()
 
     def _receive(self, peer: Peer) -> None:
         self._on_thread()
@@ -204,8 +211,7 @@ class Server:
         finally:
             peer.hang_up()
             with self._lock:
-                self._peers.pop(peer.number, None)
-                self._threads.pop(peer.number, None)
+                self._peers.pop(peer, None)
             self._protocol.on_lost(peer)
 
     def _greet(self, peer: Peer) -> None:
@@ -218,27 +224,3 @@ class Server:
         peer.is_greeted = True
         if self._announced is not None and self._announced is not announced:
             peer.send(self._announced)
-
-
-def start_accepting(
-    listeners: Sequence[Listener], on_channel: Callable[[Channel], None], *, name: str
-) -> list[threading.Thread]:
-    """Pass every accepted channel to `on_channel`, on one thread per listener, until the listener is closed."""
-
-    def accept(listener: Listener) -> None:
-        while True:
-            try:
-                channel = listener.accept()
-            except ChannelClosed:
-                return
-            except FabricError as error:
-                _log.error("%s: %s accepts no more: %s", name, listener.address, error)
-                return
-            on_channel(channel)
-
-    threads = [
-        threading.Thread(target=accept, args=(listener,), name=f"{name} accept", daemon=True) for listener in listeners
-    ]
-    for thread in threads:
-        thread.start()
-    return threads

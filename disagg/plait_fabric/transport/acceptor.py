@@ -14,35 +14,17 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import TypeAlias
+from collections.abc import Callable
 
-from plait_fabric.errors import AcceptTimeout, ChannelClosed, FabricError, PeerLost
+from plait_fabric.errors import AcceptTimeout, ChannelClosed, FabricError
 from plait_fabric.protocols import Channel
-from plait_fabric.transport.waiting import HUNG_UP
+from plait_fabric.transport.greeting import Greeting
 from plait_fabric.values import FabricOptions
 
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.05
 """How long to leave the backlog alone when the process has run out of file descriptors."""
-
-
-Greeting: TypeAlias = Generator[None, None, Channel]
-"""A handshake on a fresh, non-blocking connection: goes on whenever there is something to read, and returns the channel
-once the peer is authenticated. Raises `FabricError` or `OSError` when the connection must be dropped."""
-
-
-def receive(sock: socket.socket, nbytes: int) -> Generator[None, None, bytes]:
-    """Read `nbytes` of a stream in a greeting. Raises `PeerLost`."""
-    data = b""
-    while len(data) < nbytes:
-        yield
-        chunk = sock.recv(nbytes - len(data))
-        if not chunk:
-            raise PeerLost(HUNG_UP)
-        data += chunk
-    return data
 
 
 class SocketListener:
@@ -54,20 +36,20 @@ class SocketListener:
         *,
         address: str,
         options: FabricOptions,
-        greet: Callable[[socket.socket], Greeting],
-        on_close: Callable[[], None],
+        greet: Callable[[socket.socket], Greeting[Channel]],
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Own `sock` (bound, listening). `on_close` cleans up the address."""
         self._sock = sock
-        self._address = address
+        self.address = address
         self._options = options
         self._greet = greet
         self._on_close = on_close
         self._changed = threading.Condition()
         self._ready: deque[Channel] = deque()
-        self._rejected = 0
+        self.rejected = 0
         self._closed = False
-        self._pending: dict[socket.socket, tuple[Greeting, float]] = {}
+        self._pending: dict[socket.socket, tuple[Greeting[Channel], float]] = {}
         self._wake_read, self._wake_write = os.pipe()
         sock.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -75,16 +57,6 @@ class SocketListener:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name=f"fabric {address}", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """The address to connect to."""
-        return self._address
-
-    @property
-    def rejected(self) -> int:
-        """Connections dropped during the handshake so far."""
-        return self._rejected
 
     def accept(self, timeout_s: float | None = None) -> Channel:
         """Return the next channel that the handshake thread has authenticated."""
@@ -137,7 +109,7 @@ class SocketListener:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            log.warning("fabric: cannot accept at %s: %s", self._address, error)
+            log.warning("fabric: cannot accept at %s: %s", self.address, error)
             time.sleep(_PAUSE_S)
             return
         sock.setblocking(False)
@@ -164,7 +136,7 @@ class SocketListener:
                 self._ready.append(channel)
                 self._changed.notify()
                 return
-        log.warning("fabric: %s drops a peer: nobody accepts", self._address)
+        log.warning("fabric: %s drops a peer: nobody accepts", self.address)
         channel.close()
 
     def _expire(self) -> None:
@@ -172,18 +144,18 @@ class SocketListener:
         for sock in [sock for sock, (_, at_s) in self._pending.items() if at_s <= now_s]:
             self._drop(sock, f"no handshake within {self._options.handshake_timeout_s} s")
 
-    def _forget(self, sock: socket.socket) -> Greeting:
+    def _forget(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
-        return self._pending.pop(sock)[0]
+        self._pending.pop(sock)[0].close()  # and with it what it has opened
 
     def _abandon(self, sock: socket.socket) -> None:
-        self._forget(sock).close()  # and with it what it has opened
+        self._forget(sock)
         sock.close()
 
     def _drop(self, sock: socket.socket, why: str) -> None:
         self._abandon(sock)
-        log.warning("fabric: %s dropped a connection: %s", self._address, why)
-        self._rejected += 1  # last: what is counted has been told
+        log.warning("fabric: %s dropped a connection: %s", self.address, why)
+        self.rejected += 1  # last: what is counted has been told
 
     def _tidy(self) -> None:
         for sock in list(self._pending):

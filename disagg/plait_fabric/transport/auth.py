@@ -19,10 +19,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
 
 from plait_fabric.errors import AuthFailed, ProtocolViolation
-from plait_fabric.values import check_secret
 
 _MAGIC = b"PLTFAB\x00\x01"
 _NONCE_BYTES = 32
@@ -31,8 +29,6 @@ CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
 RESPONSE_BYTES = len(_MAGIC) + _NONCE_BYTES + _TAG_BYTES
 PROOF_BYTES = _TAG_BYTES
 REFUSED = bytes(_TAG_BYTES)
-
-Nonce = Callable[[int], bytes]
 
 
 def new_secret() -> bytes:
@@ -48,10 +44,9 @@ def _tag(secret: bytes, role: bytes, kind: str, server_nonce: bytes, client_nonc
 class ServerHandshake:
     """The accepting side. Send `challenge`, feed the response, send the returned proof."""
 
-    def __init__(self, secret: bytes, kind: str, *, nonce: Nonce = secrets.token_bytes) -> None:
-        self._secret = check_secret(secret)
-        self._kind = kind
-        self._nonce = nonce(_NONCE_BYTES)
+    def __init__(self, secret: bytes, kind: str) -> None:
+        self._secret, self._kind = secret, kind
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self.challenge = _MAGIC + self._nonce
 
     def prove(self, response: bytes) -> bytes:
@@ -68,10 +63,9 @@ class ServerHandshake:
 class ClientHandshake:
     """The connecting side. Feed the challenge, send the response, feed the proof."""
 
-    def __init__(self, secret: bytes, kind: str, *, nonce: Nonce = secrets.token_bytes) -> None:
-        self._secret = check_secret(secret)
-        self._kind = kind
-        self._nonce = nonce(_NONCE_BYTES)
+    def __init__(self, secret: bytes, kind: str) -> None:
+        self._secret, self._kind = secret, kind
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._server_nonce = b""
 
     def respond(self, challenge: bytes) -> bytes:

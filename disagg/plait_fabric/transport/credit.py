@@ -1,4 +1,4 @@
-"""The return path of an shm channel: acknowledgements return leases to the sender's pool.
+"""What was sent and is not released yet; and the return path of an shm channel, by which releases are told.
 
 A second socket pair carries only message ids (u64; 0 is a clean close), so the sending thread
 reads it while the receiving thread reads the data socket, and neither waits for the other. There
@@ -12,48 +12,80 @@ import os
 import socket
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from plait_fabric.errors import FabricError, PeerClosed, PeerLost, ProtocolViolation
 from plait_fabric.memory.pool import Lease, release_all
-from plait_fabric.transport.base import GONE, Deadline
-from plait_fabric.transport.waiting import POLL_IN, Waiter
+from plait_fabric.transport.waiting import GONE, POLL_IN, Deadline, Waiter
 
 _GOODBYE = 0
 _ID = struct.Struct("!Q")
 
 
-class CreditLine:
-    """Both ends of the return path: `acknowledge` for what we received, a `Gate` for what we sent."""
+class Credit(ABC):
+    """The leases of messages that the peer has not released yet, by the numbers of the messages; also the `Gate` of the
+    pool that they are of. Subclasses learn what was released."""
 
-    def __init__(self, sock: socket.socket, fail: Callable[[FabricError], FabricError]) -> None:
-        """Own `sock` (seqpacket, non-blocking). `fail` is called with the reason why the channel ended."""
-        self._sock = sock
+    def __init__(self, in_flight_messages: int, fail: Callable[[FabricError], FabricError]) -> None:
+        """`fail` is called with the reason why the channel ended, until `let_go`."""
+        self._in_flight_messages = in_flight_messages
         self._fail = fail
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waiter = Waiter(sock.fileno(), self._wake, events=POLL_IN)
-        self._reading = threading.Lock()
-        self._writing = threading.Lock()
         self._outstanding: dict[int, Sequence[Lease]] = {}
-        self._last_id = _GOODBYE
-        self._openings = 0
-        self._sleeping = False
-        self._closed = False
+        self._last_id = self._openings = 0
 
     @property
-    def in_flight(self) -> int:
-        """Messages sent and not yet acknowledged, as far as acknowledgements have been read."""
-        return len(self._outstanding)
+    def spent(self) -> bool:
+        """Whether no further message may be sent, as far as is known."""
+        return len(self._outstanding) >= self._in_flight_messages
 
     def charge(self, leases: Sequence[Lease]) -> int:
-        """Record a message that is about to be sent; return its id."""
+        """Record a message that is about to be sent; return its number."""
         self._last_id += 1
         self._outstanding[self._last_id] = leases
         return self._last_id
 
-    def refund(self, message_id: int) -> Sequence[Lease]:
-        """Remove a message that could not be sent; its leases belong to the caller again."""
-        return self._outstanding.pop(message_id)
+    def refund(self, message_id: int) -> None:
+        """Give back the leases of a message that could not be sent."""
+        release_all(self._outstanding.pop(message_id))
+
+    def let_go(self) -> None:
+        """Forget the channel, lest a cycle keep its memory: `fail` refers to it, a lease to its pool. The leases are
+        not given back: the peer may still read them."""
+        self._fail = lambda failure: failure
+        self._outstanding.clear()
+
+    def ticket(self) -> int:
+        """Return the number of openings so far."""
+        return self._openings
+
+    def open(self) -> None:
+        """Record that memory was released on this side."""
+        self._openings += 1
+
+    @abstractmethod
+    def wait(self, ticket: int, timeout_s: float | None) -> bool:
+        """Wait for a release after `ticket`; return False on timeout. Raises `PeerLost`, `ProtocolViolation`."""
+
+    @abstractmethod
+    def reap(self) -> None:
+        """Learn what was released, without waiting."""
+
+
+class CreditLine(Credit):
+    """Both ends of the return path: `acknowledge` is for what we received."""
+
+    def __init__(
+        self, sock: socket.socket, in_flight_messages: int, fail: Callable[[FabricError], FabricError]
+    ) -> None:
+        """Own `sock` (seqpacket, non-blocking)."""
+        super().__init__(in_flight_messages, fail)
+        self._sock = sock
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiter = Waiter(sock.fileno(), self._wake, events=POLL_IN)
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+        self._sleeping = self._closed = False
 
     def acknowledge(self, message_id: int) -> None:
         """Notify the peer that its message was released. A lost peer is ignored."""
@@ -69,13 +101,9 @@ class CreditLine:
         except OSError:
             return
 
-    def ticket(self) -> int:
-        """Return the number of openings so far."""
-        return self._openings
-
     def open(self) -> None:
-        """Record that memory was released on this side; wake the sending thread."""
-        self._openings += 1
+        """Wake the sending thread, too."""
+        super().open()
         if self._sleeping:
             with self._writing:
                 if not self._closed:
@@ -159,7 +187,4 @@ class CreditLine:
                 self._closed = True
                 self._sock.close()
                 os.close(self._wake)
-                # No cycle may keep the segments mapped: `_fail` refers to the channel, a lease to its
-                # pool. The leases are not given back: the peer may still read them.
-                self._fail = lambda failure: failure
-                self._outstanding.clear()
+                self.let_go()

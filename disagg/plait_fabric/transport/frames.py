@@ -78,7 +78,7 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
 
 
 def _encode_slowly(header: Mapping[str, Any]) -> bytes:
-    if type(header) is not dict and not isinstance(header, Mapping):
+    if not isinstance(header, Mapping):
         raise BadHeader(f"the header must be a mapping, got {type(header).__name__}")
     for key in header:
         if not isinstance(key, str):
@@ -103,6 +103,12 @@ def decode_header(data: bytes) -> dict[str, Any]:
 def pack_head(kind: FrameKind, header: bytes, table: bytes, *, buffers: int, payload_bytes: int) -> bytes:
     """Return a frame without its payload."""
     return _PREFIX.pack(_MAGIC, kind, 0, buffers, len(header), 0, payload_bytes) + header + table
+
+
+def pack_message_head(header: bytes, lengths: Sequence[int]) -> bytes:
+    """Return a MESSAGE of buffers of these lengths without its payload."""
+    table = pack_lengths(lengths)
+    return pack_head(FrameKind.MESSAGE, header, table, buffers=len(lengths), payload_bytes=sum(lengths))
 
 
 def pack_one(header: bytes, nbytes: int) -> bytes:
@@ -136,11 +142,10 @@ def unpack_prefix(data: bytes | bytearray | memoryview, limits: MessageLimits) -
     kind = _KINDS.get(kind_code)
     if kind is None:
         raise ProtocolViolation(f"the peer sent a frame of unknown kind {kind_code}")
-    if not limits.hold(header_bytes, buffers, payload_bytes):
-        try:
-            limits.check(header_bytes=header_bytes, buffers=buffers, message_bytes=payload_bytes)
-        except FrameTooLarge as error:
-            raise FrameTooLarge(f"the peer announced too much: {error}", channel_usable=False) from None
+    try:
+        limits.check(header_bytes, buffers, payload_bytes)
+    except FrameTooLarge as error:
+        raise FrameTooLarge(f"the peer announced too much: {error}", channel_usable=False) from None
     if kind is FrameKind.GOODBYE and (buffers or header_bytes or payload_bytes):
         raise ProtocolViolation("the peer's goodbye carries a payload")
     return Prefix(kind, buffers, header_bytes, payload_bytes)

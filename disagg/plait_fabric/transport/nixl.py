@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from plait_fabric.errors import ChannelClosed, FabricError, PeerLost, ProtocolViolation, RecvTimeout, SendTimeout
-from plait_fabric.memory.pool import Lease, Pool, release_all
-from plait_fabric.transport.acceptor import Greeting, SocketListener, receive
-from plait_fabric.transport.base import Deadline
-from plait_fabric.transport.frames import FrameKind, pack_head, pack_places, unpack_places
+from plait_fabric.memory.pool import Pool, release_all
+from plait_fabric.protocols import Channel
+from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.credit import Credit
+from plait_fabric.transport.frames import FrameKind, unpack_places
+from plait_fabric.transport.greeting import Greeting, meet, receive
 from plait_fabric.transport.nixl_endpoint import DESCRIPTION_HEAD_BYTES, NixlEndpoint, description_bytes, load_nixl
-from plait_fabric.transport.staging import Part, stage
+from plait_fabric.transport.staging import Part
 from plait_fabric.transport.stream import StreamFrame
-from plait_fabric.transport.tcp import TcpChannel, authenticate, dial, listen_with, peer_of
-from plait_fabric.transport.waiting import finish_connect, has_hung_up, recv_exactly
+from plait_fabric.transport.tcp import TcpChannel, dial, listen_with, welcome
+from plait_fabric.transport.waiting import Deadline, has_hung_up
 from plait_fabric.values import Address, FabricOptions
 
 _NOTE = struct.Struct("!cQ")
@@ -54,36 +56,21 @@ def _pauses() -> Iterator[None]:
         yield
 
 
-class _Notes:
-    """Both ends of the notes: which messages have been written here, and a `Gate` for what we wrote there."""
+class _Notes(Credit):
+    """Both ends of the notes: also which messages have been written here."""
 
-    def __init__(self, endpoint: NixlEndpoint, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        endpoint: NixlEndpoint,
+        sock: socket.socket,
+        in_flight_messages: int,
+        fail: Callable[[FabricError], FabricError],
+    ) -> None:
+        super().__init__(in_flight_messages, fail)
         self._endpoint = endpoint
         self._sock = sock
-        self._lock = threading.Lock()
-        self._outstanding: dict[int, Sequence[Lease]] = {}
         self._written: set[int] = set()
-        self._last_id = self._openings = 0
-        self.failure: FabricError | None = None
         self.noted_s = time.monotonic()
-
-    @property
-    def in_flight(self) -> int:
-        """Messages written and not yet released, as far as is known."""
-        return len(self._outstanding)
-
-    def charge(self, leases: Sequence[Lease]) -> int:
-        """Record a message that is about to be announced; return its number."""
-        with self._lock:
-            self._last_id += 1
-            self._outstanding[self._last_id] = leases
-            return self._last_id
-
-    def refund(self, message_id: int) -> None:
-        """Give back the leases of a message that was not announced."""
-        with self._lock:
-            leases = self._outstanding.pop(message_id)
-        release_all(leases)
 
     def acknowledge(self, message_id: int) -> None:
         """Tell the peer that its message was released."""
@@ -93,38 +80,25 @@ class _Notes:
     def take_written(self, message_id: int) -> bool:
         """Return whether the message is here, once."""
         self.read()
-        with self._lock:
-            if message_id not in self._written:
-                return False
-            self._written.remove(message_id)
-            return True
+        if message_id not in self._written:
+            return False
+        self._written.remove(message_id)
+        return True
 
     def read(self) -> None:
         """Make progress and take the notes that have come. Raises `ProtocolViolation`."""
         for note in self._endpoint.poll():
             if len(note) != _NOTE.size:
-                raise self._refuse("a malformed note")
+                raise self._fail(ProtocolViolation("the peer sent a malformed note"))
             kind, message_id = _NOTE.unpack(note)
-            with self._lock:
-                leases = self._outstanding.pop(message_id, None) if kind == _RELEASED else ()
-                if kind == _WRITTEN and len(self._written) < _MAX_WRITTEN:
-                    self._written.add(message_id)
-                elif leases is None or kind != _RELEASED:
-                    raise self._refuse("a note of a message that is not its")
-                else:
-                    self._openings += 1
-            release_all(leases or ())
-
-    def _refuse(self, what: str) -> ProtocolViolation:
-        error = ProtocolViolation(f"the peer sent {what}")
-        self.failure = error
-        return error
-
-    # The gate of the pool.
-
-    def ticket(self) -> int:
-        """Return the number of openings so far."""
-        return self._openings
+            if kind == _WRITTEN and len(self._written) < _MAX_WRITTEN:
+                self._written.add(message_id)
+                continue
+            leases = self._outstanding.pop(message_id, None) if kind == _RELEASED else None
+            if leases is None:
+                raise self._fail(ProtocolViolation("the peer sent a note of a message that is not its"))
+            self._openings += 1
+            release_all(leases)
 
     def wait(self, ticket: int, timeout_s: float | None) -> bool:
         """Poll until something was released after `ticket`. Raises `PeerLost`, `ProtocolViolation`."""
@@ -134,21 +108,15 @@ class _Notes:
             if self._openings != ticket:
                 return True
             if has_hung_up(self._sock):
-                raise PeerLost("the peer is gone")
+                raise self._fail(PeerLost("the peer is gone"))
             if deadline.passed:
                 return False
         return False
 
-    def open(self) -> None:
-        """Record that memory was released on this side."""
-        self._openings += 1
-
     def reap(self) -> None:
         """Take the notes that have come."""
-        try:
+        with suppress(FabricError):  # the channel has it
             self.read()
-        except FabricError:
-            return  # `failure` has it
 
 
 class NixlChannel(TcpChannel):
@@ -157,63 +125,38 @@ class NixlChannel(TcpChannel):
     def __init__(self, sock: socket.socket, peer: str, options: FabricOptions, endpoint: NixlEndpoint) -> None:
         """Take ownership of the socket and the endpoint, which has joined its peer's."""
         self._endpoint = endpoint
-        self._notes = _Notes(endpoint, sock)
+        self._notes = _Notes(endpoint, sock, options.in_flight_messages, self._fail)
         super().__init__(sock, peer, options, pool=Pool(endpoint.outgoing, gate=self._notes), announces=True)
-        self._arrivals = endpoint.incoming
+        self._arrivals = memoryview(endpoint.incoming)
         self._from_bytes = options.one_sided_from_bytes
-        self._in_flight_messages = options.in_flight_messages
         self._announced: StreamFrame | None = None
 
     def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
-        if self._notes.failure is not None:
-            raise self._fail(self._notes.failure)
         nbytes = sum(part.nbytes for part in parts)
         if nbytes < self._from_bytes:
             super()._deliver(header, parts, deadline)
             return
         if deadline.timeout_s == 0:
             self._raise_unless_it_fits(nbytes)
-        try:
-            self._wait_for_credit(deadline)
-            staged = stage(self._pool, parts, deadline.left_s(), lambda lease: lease.pool is self._pool)
-        except (PeerLost, ProtocolViolation) as error:
-            raise self._fail(error) from error
-        message_id = self._notes.charge(staged.leases)
-        table = pack_places(message_id, [(lease.offset + start, length) for lease, start, length in staged.places])
-        head = pack_head(FrameKind.SHARED, header, table, buffers=len(staged.places), payload_bytes=nbytes)
-        try:
-            self._write([memoryview(head)], deadline)
-        except BaseException:
-            self._notes.refund(message_id)
-            raise
-        self._write_there(
-            [(lease.offset, lease.nbytes) for lease in staged.leases if lease.nbytes], message_id, deadline
+        number, leases = self._send_placed(
+            self._notes, header, parts, deadline, lambda head: self._write([memoryview(head)], deadline)
         )
-
-    def _wait_for_credit(self, deadline: Deadline) -> None:
-        notes = self._notes
-        if notes.in_flight < self._in_flight_messages:
-            return
-        self._count_send_wait()
-        while notes.in_flight >= self._in_flight_messages:
-            self._raise_if_unusable()
-            if deadline.passed or not notes.wait(notes.ticket(), deadline.left_s()):
-                raise SendTimeout(f"the peer released no message within {deadline.timeout_s} s")
+        self._write_there([(lease.offset, lease.nbytes) for lease in leases if lease.nbytes], number, deadline)
 
     def _write_there(self, spans: list[tuple[int, int]], message_id: int, deadline: Deadline) -> None:
         """Write what was announced. If that fails, the peer waits for something that will not come: hang up."""
-        waited = False
         try:
-            for _ in zip(self._endpoint.write(spans, _NOTE.pack(_WRITTEN, message_id)), _pauses(), strict=False):
-                if not waited:
-                    self._count_send_wait()
-                    waited = True
+            for step, _ in enumerate(
+                zip(self._endpoint.write(spans, _NOTE.pack(_WRITTEN, message_id)), _pauses(), strict=False)
+            ):
+                if not step:
+                    self._counted.send_waits += 1
                 self._raise_if_unusable()
                 if has_hung_up(self._sock):
-                    raise PeerLost(f"the peer {self._peer} is gone")
+                    raise PeerLost(f"the peer {self.peer} is gone")
                 if deadline.passed:
                     raise SendTimeout(
-                        f"the peer {self._peer} took no data for {deadline.timeout_s} s; a message is half sent",
+                        f"the peer {self.peer} took no data for {deadline.timeout_s} s; a message is half sent",
                         channel_usable=False,
                     )
         except BaseException as error:
@@ -243,7 +186,7 @@ class NixlChannel(TcpChannel):
         for _ in _pauses():
             if self._notes.take_written(message_id):
                 return
-            if isinstance(self._failure, ChannelClosed) and not isinstance(self._failure, PeerLost):
+            if isinstance(self._failure, ChannelClosed):
                 self._raise_if_unusable()
             if lost is None and has_hung_up(self._sock):
                 lost = Deadline(_LAST_NOTE_S)
@@ -269,23 +212,16 @@ class NixlChannel(TcpChannel):
         """Close the stream, then disconnect from the peer's memory."""
         super().close()
         self._endpoint.close()
+        self._notes.let_go()
 
 
-def connect(address: Address, secret: bytes, options: FabricOptions, deadline: Deadline) -> NixlChannel:
+def connect(address: Address, secret: bytes, options: FabricOptions, deadline: Deadline) -> Channel:
     """Connect, authenticate and exchange descriptions; see `endpoints.connect`."""
     load_nixl()
     sock = dial(address, secret, deadline)
-    endpoint = None
     try:
-        endpoint = NixlEndpoint(options.pool_bytes, transport=options.nixl_transport)
-        description = endpoint.description()
-        finish_connect(sock, deadline, lambda: sock.sendall(description))
-        head = recv_exactly(sock, DESCRIPTION_HEAD_BYTES, deadline)
-        endpoint.join(head + recv_exactly(sock, description_bytes(head), deadline))
-        return NixlChannel(sock, str(address), options, endpoint)
+        return meet(sock, _exchange(sock, str(address), options), deadline)
     except BaseException:
-        if endpoint is not None:
-            endpoint.close()
         sock.close()
         raise
 
@@ -294,17 +230,21 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketLis
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
     load_nixl()
 
-    def greet(sock: socket.socket) -> Greeting:
-        yield from authenticate(sock, secret, "nixl")
-        head = yield from receive(sock, DESCRIPTION_HEAD_BYTES)
-        theirs = yield from receive(sock, description_bytes(head))
-        endpoint = NixlEndpoint(options.pool_bytes, transport=options.nixl_transport)
-        try:
-            endpoint.join(head + theirs)
-            sock.send(endpoint.description())
-            return NixlChannel(sock, peer_of(sock, "nixl"), options, endpoint)
-        except BaseException:
-            endpoint.close()
-            raise
+    def greet(sock: socket.socket) -> Greeting[Channel]:
+        peer = yield from welcome(sock, secret, "nixl")
+        return (yield from _exchange(sock, peer, options))
 
     return listen_with(address, options, greet)
+
+
+def _exchange(sock: socket.socket, peer: str, options: FabricOptions) -> Greeting[Channel]:
+    """Tell each other of the memory, at both ends alike."""
+    endpoint = NixlEndpoint(options.pool_bytes, transport=options.nixl_transport)
+    try:
+        sock.send(endpoint.description())
+        head = yield from receive(sock, DESCRIPTION_HEAD_BYTES)
+        endpoint.join(head + (yield from receive(sock, description_bytes(head))))
+        return NixlChannel(sock, peer, options, endpoint)
+    except BaseException:
+        endpoint.close()
+        raise

@@ -70,7 +70,8 @@ class NixlEndpoint:
         """
         library = load_nixl()
         self._lock = threading.Lock()
-        self._outgoing, self._incoming = anonymous_memory(nbytes), anonymous_memory(nbytes)
+        self._outgoing, self.incoming = anonymous_memory(nbytes), anonymous_memory(nbytes)
+        """`incoming` is what the peer writes to."""
         self._peer = ""
         self._peer_address = self._peer_bytes = 0
         try:
@@ -78,7 +79,7 @@ class NixlEndpoint:
                 f"plait-{uuid.uuid4().hex}", library.nixl_agent_config(enable_prog_thread=False, backends=[])
             )
             agent.create_backend("UCX", {"engine_config": f"TLS={transport}"} if transport else {})
-            regions = [(_address(it), nbytes, 0, "") for it in (self._outgoing, self._incoming)]
+            regions = [(_address(it), nbytes, 0, "") for it in (self._outgoing, self.incoming)]
             self._registered = agent.register_memory(regions, "DRAM")
         except Exception as error:  # the library's errors have no common base
             raise Unsupported(
@@ -91,15 +92,10 @@ class NixlEndpoint:
         """The memory to send from, as much of it as the peer has room for at the same place."""
         return memoryview(self._outgoing)[: self._peer_bytes]
 
-    @property
-    def incoming(self) -> memoryview:
-        """The memory that the peer writes to."""
-        return memoryview(self._incoming)
-
     def description(self) -> bytes:
         """Return what the peer needs for `join`."""
         metadata: bytes = self._agent.get_agent_metadata()
-        return _HEAD.pack(_MAGIC, len(metadata), _address(self._incoming), len(self._incoming)) + metadata
+        return _HEAD.pack(_MAGIC, len(metadata), _address(self.incoming), len(self.incoming)) + metadata
 
     def join(self, description: bytes) -> None:
         """Connect to the peer whose description this is. Raises `ProtocolViolation`."""
@@ -166,7 +162,7 @@ class NixlEndpoint:
         now_s = time.monotonic()
         while _quarantine and now_s - _quarantine[0][0] > _QUARANTINE_S:
             _quarantine.popleft()
-        _quarantine.append((now_s, self._incoming))
+        _quarantine.append((now_s, self.incoming))
 
     def _call(self, call: Any) -> Any:
         with self._lock:

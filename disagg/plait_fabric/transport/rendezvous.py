@@ -10,36 +10,27 @@ the credit line; the client answers with its own segment.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import hashlib
 import os
+import shutil
 import socket
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
-from plait_fabric.errors import (
-    AddressInUse,
-    AuthFailed,
-    BadAddress,
-    PeerLost,
-    ProtocolViolation,
-    Unreachable,
-)
-from plait_fabric.memory.segment import Segment, close_descriptors, require_linux
-from plait_fabric.transport.acceptor import Greeting, SocketListener
-from plait_fabric.transport.auth import (
-    CHALLENGE_BYTES,
-    PROOF_BYTES,
-    REFUSED,
-    RESPONSE_BYTES,
-    ClientHandshake,
-    ServerHandshake,
-)
-from plait_fabric.transport.base import Deadline
-from plait_fabric.transport.shm import ShmChannel, create_segment
-from plait_fabric.transport.waiting import HUNG_UP, finish_connect
+from plait_fabric.errors import AddressInUse, AuthFailed, BadAddress, PeerLost, ProtocolViolation, Unreachable
+from plait_fabric.memory.segment import closing, map_segment
+from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.auth import PROOF_BYTES
+from plait_fabric.transport.greeting import HUNG_UP, Greeting, authenticate, introduce, meet
+from plait_fabric.transport.shm import ShmChannel, segment_with_ring
+from plait_fabric.transport.waiting import Deadline
 from plait_fabric.values import Address, FabricOptions
 
 _LONGEST_PATH_BYTES = 107
@@ -50,84 +41,57 @@ _CREDENTIALS = struct.Struct("3i")
 
 def connect(address: Address, secret: bytes, options: FabricOptions, deadline: Deadline) -> ShmChannel:
     """Connect and authenticate; see `endpoints.connect`."""
-    require_linux()
-    _check_path(address)
-    handshake = ClientHandshake(secret, "shm")
+    path = _path_of(address)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
     try:
         try:
-            finish_connect(sock, deadline, lambda: sock.connect(address.target))
+            sock.connect(str(path))
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
             raise Unreachable(f"nobody listens at {address}: {error.strerror}") from error
-        challenge = finish_connect(sock, deadline, lambda: sock.recv(CHALLENGE_BYTES + 1))
-        if not challenge:
-            raise PeerLost(HUNG_UP)
-        response = handshake.respond(challenge)
-        finish_connect(sock, deadline, lambda: sock.send(response))
-        proof, descriptors, _, _ = finish_connect(sock, deadline, lambda: socket.recv_fds(sock, PROOF_BYTES + 1, 2))
-        try:
-            if not proof:
-                raise PeerLost(HUNG_UP)
-            handshake.verify(proof)
-            if len(descriptors) != 2:
-                raise ProtocolViolation("the listener passed no segment")
-            return _register(sock, descriptors, address, options, deadline)
-        finally:
-            close_descriptors(descriptors)
+        return meet(sock, _join(sock, str(address), secret, options), deadline)
     except BaseException:
         sock.close()
         raise
 
 
-def _register(
-    sock: socket.socket, descriptors: list[int], address: Address, options: FabricOptions, deadline: Deadline
-) -> ShmChannel:
-    """Map the server's segment and pass ours."""
-    incoming = Segment.attach(descriptors[0])
-    credit = socket.socket(fileno=os.dup(descriptors[1]))
+def _join(sock: socket.socket, peer: str, secret: bytes, options: FabricOptions) -> Greeting[ShmChannel]:
+    """Authenticate, map the listener's segment and pass ours."""
+    handshake = yield from introduce(sock, secret, "shm")
+    proof, descriptors = yield from _receive_descriptors(sock, PROOF_BYTES, 2)
+    with closing(descriptors):
+        handshake.verify(proof)
+        if len(descriptors) != 2:
+            raise ProtocolViolation("the listener passed no segment")
+        incoming = map_segment(descriptors[0])
+        credit = socket.socket(fileno=os.dup(descriptors[1]))
     try:
-        outgoing, descriptor = create_segment(options)
-        try:
-            finish_connect(sock, deadline, lambda: socket.send_fds(sock, [_REGISTER], [descriptor]))
-        finally:
-            os.close(descriptor)
-        return ShmChannel(
-            control=sock, credit=credit, outgoing=outgoing, incoming=incoming, peer=str(address), options=options
-        )
+        outgoing, descriptor = segment_with_ring(options)
+        with closing([descriptor]):
+            socket.send_fds(sock, [_REGISTER], [descriptor])
+        return ShmChannel(control=sock, credit=credit, outgoing=outgoing, incoming=incoming, peer=peer, options=options)
     except BaseException:
         credit.close()
         raise
 
 
-def _greet(sock: socket.socket, secret: bytes, options: FabricOptions) -> Greeting:
+def _greet(sock: socket.socket, secret: bytes, options: FabricOptions) -> Greeting[ShmChannel]:
     """Authenticate a client, pass our segment and map the client's."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user not in (os.geteuid(), 0):
         raise AuthFailed(f"the peer runs as user {user}")
-    handshake = ServerHandshake(secret, "shm")
-    sock.send(handshake.challenge)
-    yield
-    response = sock.recv(RESPONSE_BYTES + 1)
-    if not response:
-        raise PeerLost(HUNG_UP)
-    try:
-        proof = handshake.prove(response)
-    except AuthFailed:
-        sock.send(REFUSED)
-        raise
-    outgoing, descriptor = create_segment(options)
+    proof = yield from authenticate(sock, secret, "shm")
+    outgoing, descriptor = segment_with_ring(options)
     credit, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        try:
+        with theirs, closing([descriptor]):
             socket.send_fds(sock, [proof], [descriptor, theirs.fileno()])
-        finally:
-            theirs.close()
-            os.close(descriptor)
-        yield
-        incoming = _registered(sock)
+        packet, descriptors = yield from _receive_descriptors(sock, len(_REGISTER), 1)
+        with closing(descriptors):
+            if packet != _REGISTER or len(descriptors) != 1:
+                raise ProtocolViolation("it registered no segment")
+            incoming = map_segment(descriptors[0])
         return ShmChannel(
             control=sock, credit=credit, outgoing=outgoing, incoming=incoming, peer="shm client", options=options
         )
@@ -136,22 +100,19 @@ def _greet(sock: socket.socket, secret: bytes, options: FabricOptions) -> Greeti
         raise
 
 
-def _registered(sock: socket.socket) -> Segment:
-    packet, descriptors, _, _ = socket.recv_fds(sock, len(_REGISTER) + 1, 1)
-    try:
-        if not packet:
+def _receive_descriptors(sock: socket.socket, nbytes: int, count: int) -> Greeting[tuple[bytes, list[int]]]:
+    """Read a packet and its descriptors, which are then the caller's to close. Raises `PeerLost`."""
+    yield
+    packet, descriptors, _, _ = socket.recv_fds(sock, nbytes + 1, count)
+    if not packet:
+        with closing(descriptors):
             raise PeerLost(HUNG_UP)
-        if packet != _REGISTER or len(descriptors) != 1:
-            raise ProtocolViolation("it registered no segment")
-        return Segment.attach(descriptors[0])
-    finally:
-        close_descriptors(descriptors)
+    return packet, descriptors
 
 
 def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
     """Listen; see `endpoints.listen`."""
-    require_linux()
-    path = _check_path(address)
+    path = _path_of(address)
     _make_private_folder(path.parent)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -161,11 +122,10 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketLis
             path.chmod(0o600)
             sock.listen(128)
             ours = path.stat().st_ino
-    except OSError as error:
+    except BaseException as error:
         sock.close()
-        raise AddressInUse(f"cannot listen at {address}: {error.strerror}") from error
-    except BaseException:
-        sock.close()
+        if isinstance(error, OSError):
+            raise AddressInUse(f"cannot listen at {address}: {error.strerror}") from error
         raise
     return SocketListener(
         sock,
@@ -176,11 +136,22 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketLis
     )
 
 
-def _check_path(address: Address) -> Path:
+def _path_of(address: Address) -> Path:
+    """Return the path of the socket: a name of this process is one in a folder of this process."""
+    if address.scheme == "inproc":
+        return Path(_own_folder(), hashlib.sha256(os.fsencode(address.target)).hexdigest()[:32])
     path = Path(address.target)
     if not path.is_absolute() or len(os.fsencode(address.target)) > _LONGEST_PATH_BYTES:
         raise BadAddress(f"{address} needs an absolute path of at most {_LONGEST_PATH_BYTES} bytes")
     return path
+
+
+@cache
+def _own_folder() -> str:
+    """Return a folder that is removed when this process ends."""
+    folder = mkdtemp(prefix="plait-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _make_private_folder(folder: Path) -> None:
@@ -197,19 +168,15 @@ def _make_private_folder(folder: Path) -> None:
 def _alone_in(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, so that two starting listeners cannot take each other for a leftover."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing([descriptor]):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _remove_leftover(address: Address, path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return
-    if not stat.S_ISSOCK(mode):
+    if not path.is_socket():
         raise AddressInUse(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
@@ -217,15 +184,11 @@ def _remove_leftover(address: Address, path: Path) -> None:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
-        except OSError as error:
-            raise AddressInUse(f"cannot listen at {address}: {error.strerror}") from error
         else:
             raise AddressInUse(f"{address} already has a listener")
 
 
 def _unlink_if_ours(path: Path, inode: int) -> None:
-    try:
+    with suppress(OSError):
         if path.stat().st_ino == inode:
             path.unlink()
-    except OSError:
-        return

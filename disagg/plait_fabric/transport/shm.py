@@ -16,36 +16,27 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from plait_fabric.errors import (
-    ChannelClosed,
-    FabricError,
-    PeerClosed,
-    PeerLost,
-    ProtocolViolation,
-    RecvTimeout,
-    SendTimeout,
-)
-from plait_fabric.memory.pool import Lease, Pool
+from plait_fabric.errors import ChannelClosed, FabricError, PeerClosed, ProtocolViolation, RecvTimeout, SendTimeout
+from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.memory.ring import RingReader, RingWriter, ring_bytes
-from plait_fabric.memory.segment import Segment
-from plait_fabric.transport.base import GONE, ChannelBase, Deadline
+from plait_fabric.memory.segment import create_segment
+from plait_fabric.transport.base import ChannelBase
 from plait_fabric.transport.credit import CreditLine
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
     FrameKind,
     decode_header,
-    pack_head,
-    pack_lengths,
+    pack_message_head,
     pack_one,
-    pack_places,
     unpack_lengths,
     unpack_one,
     unpack_places,
     unpack_prefix,
 )
-from plait_fabric.transport.staging import Part, align, leases_of, part_view, stage
-from plait_fabric.transport.waiting import POLL_IN, Waiter
+from plait_fabric.transport.staging import Part, align, part_view
+from plait_fabric.transport.waiting import GONE, POLL_IN, Deadline, Waiter
 from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Message, MessageLimits
 
 _SOCKET_BUFFER_BYTES = 1 << 20
@@ -61,11 +52,11 @@ _TRUSTED_SENDS = 32
 """The number of packets sent to a peer that did not sleep, after which to check that it is still alive."""
 
 
-def create_segment(options: FabricOptions) -> tuple[Segment, int]:
+def segment_with_ring(options: FabricOptions) -> tuple[memoryview, int]:
     """Return a segment with an empty ring, ready for the peer, and its descriptor to pass (the caller closes it)."""
     room = ring_bytes(_max_packet(options.limits))
-    segment, descriptor = Segment.create(room + options.pool_bytes)
-    RingWriter(segment.memory[:room])
+    segment, descriptor = create_segment(room + options.pool_bytes)
+    RingWriter(segment[:room])
     return segment, descriptor
 
 
@@ -81,8 +72,8 @@ class ShmChannel(ChannelBase):
         *,
         control: socket.socket,
         credit: socket.socket,
-        outgoing: Segment,
-        incoming: Segment,
+        outgoing: memoryview,
+        incoming: memoryview,
         peer: str,
         options: FabricOptions,
     ) -> None:
@@ -95,14 +86,13 @@ class ShmChannel(ChannelBase):
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         ours = ring_bytes(_max_packet(options.limits))
-        self._reader = RingReader(incoming.memory)
-        self._writer = RingWriter(outgoing.memory[:ours])
-        self._arrivals = incoming.memory[self._reader.nbytes :]
-        self._credit = CreditLine(credit, self._fail)
-        super().__init__(pool=Pool(outgoing.memory[ours:], gate=self._credit), peer=peer, limits=options.limits)
+        self._reader = RingReader(incoming)
+        self._writer = RingWriter(outgoing[:ours])
+        self._arrivals = incoming[self._reader.nbytes :]
+        self._credit = CreditLine(credit, options.in_flight_messages, self._fail)
+        super().__init__(pool=Pool(outgoing[ours:], gate=self._credit), peer=peer, limits=options.limits)
         self._control = control
         self._inline_bytes = options.inline_bytes
-        self._in_flight_messages = options.in_flight_messages
         self._spin_s = options.spin_s
         self._max_packet = _max_packet(options.limits)
         self._trusted = 0
@@ -113,50 +103,12 @@ class ShmChannel(ChannelBase):
         if len(parts) == 1 and isinstance(parts[0], memoryview) and parts[0].nbytes <= self._inline_bytes:
             self._write(pack_one(header, parts[0].nbytes), deadline, parts)
             return
-        nbytes = 0
-        ours = False
-        for part in parts:
-            nbytes += part.nbytes
-            ours = ours or (type(part) is Lease and part.pool is self._pool)
-        if ours or nbytes > self._inline_bytes:
-            self._send_shared(header, parts, nbytes, deadline)
-        else:
-            self._send_inline(header, parts, nbytes, deadline)
-
-    def _send_inline(self, header: bytes, parts: list[Part], nbytes: int, deadline: Deadline) -> None:
         lengths = [part.nbytes for part in parts]
-        head = pack_head(FrameKind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=nbytes)
-        self._write(head, deadline, parts)
-        for lease in leases_of(parts):
-            lease.release()
-
-    def _send_shared(self, header: bytes, parts: list[Part], nbytes: int, deadline: Deadline) -> None:
-        self._wait_for_credit(deadline)
-        staged = stage(self._pool, parts, deadline.left_s(), lambda lease: lease.pool is self._pool)
-        message_id = self._credit.charge(staged.leases)
-        places = [(lease.offset + start, length) for lease, start, length in staged.places]
-        table = pack_places(message_id, places)
-        try:
-            self._write(pack_head(FrameKind.SHARED, header, table, buffers=len(places), payload_bytes=nbytes), deadline)
-        except BaseException:
-            for lease in self._credit.refund(message_id):
-                lease.release()
-            raise
-
-    def _wait_for_credit(self, deadline: Deadline) -> None:
-        if self._credit.in_flight < self._in_flight_messages:
-            return
-        self._credit.reap()
-        if self._credit.in_flight < self._in_flight_messages:
-            return
-        self._count_send_wait()
-        while True:
-            ticket = self._credit.ticket()
-            self._raise_if_unusable()
-            if self._credit.in_flight < self._in_flight_messages:
-                return
-            if deadline.passed or not self._credit.wait(ticket, deadline.left_s()):
-                raise SendTimeout(f"the peer released no message within {deadline.timeout_s} s")
+        if sum(lengths) > self._inline_bytes or any(type(part) is Lease and part.pool is self.pool for part in parts):
+            self._send_placed(self._credit, header, parts, deadline, lambda head: self._write(head, deadline))
+        else:
+            self._write(pack_message_head(header, lengths), deadline, parts)
+            release_all(parts)
 
     def _write(self, head: bytes, deadline: Deadline, parts: Sequence[Part] = ()) -> None:
         """Put a packet into the ring: the only copy of a payload that travels in it."""
@@ -164,7 +116,8 @@ class ShmChannel(ChannelBase):
         if not self._writer.put(head, payload):
             self._wait_for_room(head, payload, deadline)
         if payload:
-            self._count_copy(sum(map(len, payload)))
+            self._counted.copies += 1
+            self._counted.copied_bytes += sum(map(len, payload))
         if self._writer.must_wake():
             self._wake()
         else:
@@ -173,7 +126,7 @@ class ShmChannel(ChannelBase):
                 raise self._closed_error()
 
     def _wait_for_room(self, head: bytes, payload: Sequence[memoryview], deadline: Deadline) -> None:
-        self._count_send_wait()
+        self._counted.send_waits += 1
         while not self._writer.put(head, payload):
             self._raise_if_unusable()
             if deadline.passed:
@@ -193,17 +146,6 @@ class ShmChannel(ChannelBase):
             self._raise_if_unusable()
             raise self._lost(f"was lost while we sent: {error}") from error
 
-    def _collect(self, deadline: Deadline) -> tuple[Message, int]:
-        if not isinstance(self._failure, PeerLost):
-            self._raise_if_unusable()
-        try:
-            return self._parse(self._read_packet(deadline))
-        except FabricError as error:
-            if not error.channel_usable and not isinstance(error, PeerLost | ChannelClosed):
-                self._fail(error)
-                self._hang_up(goodbye=False)
-            raise
-
     def _read_packet(self, deadline: Deadline) -> bytes:
         packet = self._reader.take() or self._spin(deadline)
         if packet is not None:
@@ -218,7 +160,7 @@ class ShmChannel(ChannelBase):
                 if closed:
                     raise self._closed_error()
                 if not waited:
-                    self._count_recv_wait()
+                    self._counted.recv_waits += 1
                     waited = True
                 left_s = deadline.left_s()
                 if self._readable.wait(_LOOK_S if left_s is None else min(left_s, _LOOK_S)):
@@ -258,10 +200,11 @@ class ShmChannel(ChannelBase):
     def _closed_error(self) -> FabricError:
         self._raise_if_unusable()
         if self._reader.said_goodbye():
-            return self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
+            return self._fail(PeerClosed(f"the peer {self.peer} closed the channel"))
         return self._lost(GONE)
 
-    def _parse(self, packet: bytes) -> tuple[Message, int]:
+    def _collect(self, deadline: Deadline) -> tuple[Message, int]:
+        packet = self._read_packet(deadline)
         one = unpack_one(packet, self._limits)
         if one is not None:
             return Message(one[0], (memoryview(one[1]),), self._count_release, lent=False), len(one[1])
@@ -269,7 +212,7 @@ class ShmChannel(ChannelBase):
             raise ProtocolViolation("the peer sent a packet of impossible size")
         prefix = unpack_prefix(packet, self._limits)
         if prefix.kind is FrameKind.GOODBYE:
-            raise self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
+            raise self._fail(PeerClosed(f"the peer {self.peer} closed the channel"))
         table_at = PREFIX_BYTES + prefix.header_bytes
         payload_at = table_at + prefix.table_bytes
         inline_bytes = prefix.payload_bytes if prefix.kind is FrameKind.MESSAGE else 0
@@ -291,20 +234,18 @@ class ShmChannel(ChannelBase):
 
         return release
 
-    def _hang_up(self, *, goodbye: bool) -> None:
-        try:
-            if goodbye:
-                self._writer.say_goodbye()
+    def _hang_up(self, *, goodbye: bool = False) -> None:
+        if goodbye:
+            self._writer.say_goodbye()
+        with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._credit.hang_up(goodbye=goodbye)
 
     def close(self) -> None:
         """Send a goodbye, end both sockets and wake all waiters."""
         if not self._close_once():
             return
-        self._pool.shut(ChannelClosed("this side of the channel was closed"))
+        self.pool.shut(ChannelClosed("this side of the channel was closed"))
         self._hang_up(goodbye=True)
         with self._sending, self._receiving:
             self._control.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from plait_fabric.errors import BadTensor, LeaseMisuse, PoolExhausted, SendTimeout
+from plait_fabric.errors import BadTensor, PoolExhausted, SendTimeout
 from plait_fabric.memory.extents import ALIGNMENT_BYTES
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Buffer
@@ -24,11 +23,6 @@ def part_view(part: Part) -> memoryview:
     return part.memory if isinstance(part, Lease) else part
 
 
-def leases_of(parts: Sequence[Part]) -> list[Lease]:
-    """Return the parts that are leases."""
-    return [part for part in parts if isinstance(part, Lease)]
-
-
 def take_over(buffers: Sequence[Buffer]) -> list[Part]:
     """Take ownership of the caller's leases and flatten its bytes; on error every live lease is released."""
     parts: list[Part] = []
@@ -38,8 +32,7 @@ def take_over(buffers: Sequence[Buffer]) -> list[Part]:
         for buffer in buffers:  # one by one, so that a failure knows what was taken
             parts.append(buffer.hand_over() if isinstance(buffer, Lease) else _flat(buffer))  # noqa: PERF401
     except BaseException:
-        release_all(leases_of(parts))
-        release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
+        release_all([*parts, *buffers])
         raise
     return parts
 
@@ -56,48 +49,33 @@ def _flat(buffer: memoryview | bytes | bytearray) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A message in the pool: the leases that hold it, and for each buffer (lease, start in it, length)."""
-
-    leases: list[Lease]
-    places: list[tuple[Lease, int, int]]
-
-    def views(self) -> list[memoryview]:
-        """Return the buffers as views of the pool."""
-        return [lease.memory[start : start + nbytes] for lease, start, nbytes in self.places]
-
-
-def stage(pool: Pool, parts: Sequence[Part], timeout_s: float | None, keeps: Callable[[Lease], bool]) -> Staged:
-    """Copy what is not yet in `pool` into one lease of it; leases that `keeps` accepts are not copied.
+def stage(pool: Pool, parts: Sequence[Part], timeout_s: float | None) -> tuple[list[Lease], list[tuple[int, int]]]:
+    """Copy what is not a lease of `pool` into one of it. Return the leases that hold the message, and for each buffer
+    where it is in the pool and its length.
 
     Raises `SendTimeout` when no room became free in time, `PoolExhausted` when it never can.
     """
-    stays = [isinstance(part, Lease) and keeps(part) for part in parts]
-    copied_bytes = sum(align(part.nbytes) for part, stay in zip(parts, stays, strict=True) if not stay)
-    if all(stays):
-        lease = None
-    else:
+    leases = [part for part in parts if isinstance(part, Lease) and part.pool is pool]
+    room = None
+    if len(leases) < len(parts):
+        copied_bytes = sum(align(part.nbytes) for part in parts if not isinstance(part, Lease) or part.pool is not pool)
         try:
-            lease = pool.acquire(copied_bytes, timeout_s)
+            room = pool.acquire(copied_bytes, timeout_s)
         except PoolExhausted as error:
             if pool.can_ever_lease(copied_bytes):
                 raise SendTimeout(f"the peer holds all buffers: {error}") from error
             raise
-    places: list[tuple[Lease, int, int]] = []
-    leases: list[Lease] = [] if lease is None else [lease]
+        leases.append(room)
+    places: list[tuple[int, int]] = []
     start = 0
-    for part, stay in zip(parts, stays, strict=True):
-        if stay and isinstance(part, Lease):
-            places.append((part, 0, part.nbytes))
-            leases.append(part)
+    for part in parts:
+        if isinstance(part, Lease) and part.pool is pool:
+            places.append((part.offset, part.nbytes))
             continue
-        if lease is None:
-            raise LeaseMisuse("a part has no place")
+        assert room is not None
         if part.nbytes:
-            lease.write(part_view(part), start)
-        places.append((lease, start, part.nbytes))
+            room.write(part_view(part), start)
+        places.append((room.offset + start, part.nbytes))
         start += align(part.nbytes)
-        if isinstance(part, Lease):
-            part.release()
-    return Staged(leases, places)
+        release_all([part])
+    return leases, places

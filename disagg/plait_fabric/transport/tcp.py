@@ -12,15 +12,14 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import suppress
 
 from plait_fabric.errors import (
     AddressInUse,
-    AuthFailed,
     BadAddress,
     ChannelClosed,
     ConnectTimeout,
-    FabricError,
     FrameTooLarge,
     PeerClosed,
     PeerLost,
@@ -29,21 +28,16 @@ from plait_fabric.errors import (
     SendTimeout,
     Unreachable,
 )
-from plait_fabric.memory.pool import Lease, Pool
-from plait_fabric.transport.acceptor import Greeting, SocketListener, receive
-from plait_fabric.transport.auth import (
-    CHALLENGE_BYTES,
-    PROOF_BYTES,
-    REFUSED,
-    RESPONSE_BYTES,
-    ClientHandshake,
-    ServerHandshake,
-)
-from plait_fabric.transport.base import GONE, ChannelBase, Deadline
-from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_lengths
-from plait_fabric.transport.staging import Part, leases_of, part_view
+from plait_fabric.memory.pool import Lease, Pool, release_all
+from plait_fabric.protocols import Channel
+from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.auth import PROOF_BYTES
+from plait_fabric.transport.base import ChannelBase
+from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_message_head
+from plait_fabric.transport.greeting import Greeting, authenticate, introduce, meet, receive
+from plait_fabric.transport.staging import Part, part_view
 from plait_fabric.transport.stream import FrameReader, StreamFrame
-from plait_fabric.transport.waiting import POLL_IN, POLL_OUT, Waiter, finish_connect, recv_exactly
+from plait_fabric.transport.waiting import GONE, POLL_IN, POLL_OUT, Deadline, Waiter
 from plait_fabric.values import Address, FabricOptions, Message, Scheme
 
 _GATHER = 512
@@ -80,19 +74,16 @@ class TcpChannel(ChannelBase):
     def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
         views = [part_view(part) for part in parts]
         lengths = [view.nbytes for view in views]
-        head = pack_head(
-            FrameKind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=sum(lengths)
-        )
+        head = pack_message_head(header, lengths)
         if deadline.timeout_s == 0:
             self._raise_unless_it_fits(len(head) + sum(lengths))
         self._write([memoryview(head), *(view for view in views if view.nbytes)], deadline)
-        for lease in leases_of(parts):
-            lease.release()
+        release_all(parts)
 
     def _raise_unless_it_fits(self, nbytes: int) -> None:
         """Refuse what a send without waiting might leave half sent."""
         if nbytes > _SURELY_FITS or not self._writable.wait(0.0):
-            raise SendTimeout(f"the peer {self._peer} takes {nbytes} bytes only in time")
+            raise SendTimeout(f"the peer {self.peer} takes {nbytes} bytes only in time")
 
     def _write(self, views: list[memoryview], deadline: Deadline) -> None:
         whole = views
@@ -117,29 +108,20 @@ class TcpChannel(ChannelBase):
                 return _advance(views, self._sock.sendmsg(views[:_GATHER]))
             except BlockingIOError:
                 if not waited:
-                    self._count_send_wait()
+                    self._counted.send_waits += 1
                     waited = True
                 if not self._writable.wait(deadline.left_s()):
-                    raise SendTimeout(f"the peer {self._peer} took no data for {deadline.timeout_s} s") from None
+                    raise SendTimeout(f"the peer {self.peer} took no data for {deadline.timeout_s} s") from None
             except OSError as error:
                 self._raise_if_unusable()
                 raise self._lost(f"was lost while we sent: {error}") from error
 
     def _collect(self, deadline: Deadline) -> tuple[Message, int]:
-        if not isinstance(self._failure, PeerLost):
-            self._raise_if_unusable()
-        try:
-            frame = self._read_frame(deadline)
-            if frame.prefix.kind is FrameKind.GOODBYE:
-                raise self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
-            header = decode_header(frame.header)
-        except FabricError as error:
-            if not error.channel_usable and not isinstance(error, PeerLost | ChannelClosed):
-                self._fail(error)
-                self._hang_up()
-            raise
-        nbytes = sum(view.nbytes for view in frame.views)
-        return Message(header, frame.views, self._releaser(frame)), nbytes
+        frame = self._read_frame(deadline)
+        if frame.prefix.kind is FrameKind.GOODBYE:
+            raise self._fail(PeerClosed(f"the peer {self.peer} closed the channel"))
+        header = decode_header(frame.header)
+        return Message(header, frame.views, self._releaser(frame)), frame.prefix.payload_bytes
 
     def _read_frame(self, deadline: Deadline) -> StreamFrame:
         reader = self._reader
@@ -154,7 +136,7 @@ class TcpChannel(ChannelBase):
                 received = self._sock.recv_into(reader.wanted)
             except BlockingIOError:
                 if not waited:
-                    self._count_recv_wait()
+                    self._counted.recv_waits += 1
                     waited = True
                 self._wait_for_bytes(deadline)
                 continue
@@ -195,36 +177,29 @@ class TcpChannel(ChannelBase):
 
         def release() -> None:
             self._count_release()
-            if lease is not None:
-                lease.release()
+            release_all([lease])
 
         return release
 
     def _hang_up(self) -> None:
-        try:
+        with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
 
     def close(self) -> None:
         """Send a goodbye frame unless a send is in progress, then shut down the socket and both pools."""
         if not self._close_once():
             return
         if self._sending.acquire(blocking=False):
-            try:
+            with suppress(OSError):
                 self._sock.send(pack_head(FrameKind.GOODBYE, b"", b"", buffers=0, payload_bytes=0))
-            except OSError:
-                pass
-            finally:
-                self._sending.release()
+            self._sending.release()
         self._hang_up()
         ended = ChannelClosed("this side of the channel was closed")
-        self._pool.shut(ended)
+        self.pool.shut(ended)
         self._inbound_pool.shut(ended)
         with self._sending, self._receiving:
             self._sock.close()
-            if self._reader.lease is not None and self._reader.lease.live:
-                self._reader.lease.release()
+            release_all([self._reader.lease])
 
 
 def _advance(views: list[memoryview], sent: int) -> list[memoryview]:
@@ -242,14 +217,13 @@ def _tune(sock: socket.socket, options: FabricOptions) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle_s = options.tcp_keepalive_idle_s
     interval_s = max(1, idle_s // 2)
-    for name, value in (
-        ("TCP_KEEPIDLE", idle_s),
-        ("TCP_KEEPINTVL", interval_s),
-        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", 1000 * (idle_s + _KEEPALIVE_PROBES * interval_s)),
+    for option, value in (
+        (socket.TCP_KEEPIDLE, idle_s),
+        (socket.TCP_KEEPINTVL, interval_s),
+        (socket.TCP_KEEPCNT, _KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, 1000 * (idle_s + _KEEPALIVE_PROBES * interval_s)),
     ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def connect(address: Address, secret: bytes, options: FabricOptions, deadline: Deadline) -> TcpChannel:
@@ -264,38 +238,31 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
 
 def dial(address: Address, secret: bytes, deadline: Deadline) -> socket.socket:
     """Return a socket whose two ends have authenticated each other for the channels of the address's scheme."""
-    handshake = ClientHandshake(secret, address.scheme)
     try:
         sock = socket.create_connection((address.target, address.port), timeout=deadline.left_s())
     except TimeoutError as error:
         raise ConnectTimeout(f"{address} did not answer within {deadline.timeout_s} s") from error
     except OSError as error:
         raise Unreachable(f"nobody listens at {address}: {error}") from error
+
+    def greet() -> Greeting[None]:
+        handshake = yield from introduce(sock, secret, address.scheme)
+        handshake.verify((yield from receive(sock, PROOF_BYTES)))
+
     try:
-        response = handshake.respond(recv_exactly(sock, CHALLENGE_BYTES, deadline))
-        finish_connect(sock, deadline, lambda: sock.sendall(response))
-        handshake.verify(recv_exactly(sock, PROOF_BYTES, deadline))
+        sock.setblocking(False)
+        meet(sock, greet(), deadline)
         return sock
     except BaseException:
         sock.close()
         raise
 
 
-def authenticate(sock: socket.socket, secret: bytes, scheme: Scheme) -> Generator[None, None, None]:
-    """The part of a greeting in which two ends authenticate each other, as `dial` does at the other end."""
-    handshake = ServerHandshake(secret, scheme)
-    sock.send(handshake.challenge)
-    response = yield from receive(sock, RESPONSE_BYTES)
-    try:
-        proof = handshake.prove(response)
-    except AuthFailed:
-        sock.send(REFUSED)
-        raise
+def welcome(sock: socket.socket, secret: bytes, scheme: Scheme) -> Greeting[str]:
+    """The part of a greeting in which two ends authenticate each other, as `dial` does at the other end, whose address
+    is returned."""
+    proof = yield from authenticate(sock, secret, scheme)
     sock.send(proof)
-
-
-def peer_of(sock: socket.socket, scheme: Scheme) -> str:
-    """Return the address of the other end."""
     host, port, *_ = sock.getpeername()
     return str(Address(scheme=scheme, target=host, port=port))
 
@@ -303,14 +270,16 @@ def peer_of(sock: socket.socket, scheme: Scheme) -> str:
 def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
 
-    def greet(sock: socket.socket) -> Greeting:
-        yield from authenticate(sock, secret, "tcp")
-        return TcpChannel(sock, peer_of(sock, "tcp"), options)
+    def greet(sock: socket.socket) -> Greeting[Channel]:
+        peer = yield from welcome(sock, secret, "tcp")
+        return TcpChannel(sock, peer, options)
 
     return listen_with(address, options, greet)
 
 
-def listen_with(address: Address, options: FabricOptions, greet: Callable[[socket.socket], Greeting]) -> SocketListener:
+def listen_with(
+    address: Address, options: FabricOptions, greet: Callable[[socket.socket], Greeting[Channel]]
+) -> SocketListener:
     """Listen for connections that are greeted so. Raises `BadAddress`, `AddressInUse`."""
     family = socket.AF_INET6 if ":" in address.target else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -318,18 +287,12 @@ def listen_with(address: Address, options: FabricOptions, greet: Callable[[socke
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address.target, address.port))
         sock.listen(128)
-    except socket.gaierror as error:
-        sock.close()
-        raise BadAddress(f"cannot resolve {address}: {error}") from error
     except OSError as error:
         sock.close()
+        if isinstance(error, socket.gaierror):
+            raise BadAddress(f"cannot resolve {address}: {error}") from error
         kind = AddressInUse if error.errno == errno.EADDRINUSE else BadAddress
         raise kind(f"cannot listen at {address}: {error.strerror}") from error
     host, port, *_ = sock.getsockname()
-    return SocketListener(
-        sock,
-        address=str(Address(scheme=address.scheme, target=host, port=port)),
-        options=options,
-        greet=greet,
-        on_close=lambda: None,
-    )
+    bound = str(Address(scheme=address.scheme, target=host, port=port))
+    return SocketListener(sock, address=bound, options=options, greet=greet)

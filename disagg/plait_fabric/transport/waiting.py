@@ -1,4 +1,4 @@
-"""Waiting on descriptors, and for the peer in a handshake. All polling is here."""
+"""Waiting: until when, and on descriptors. All polling is here."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
-
-from plait_fabric.errors import ConnectTimeout, PeerLost
-from plait_fabric.transport.base import Deadline
-
-T = TypeVar("T")
 
 POLL_IN = select.POLLIN
 POLL_OUT = select.POLLOUT
-_HANG_UP = getattr(select, "POLLRDHUP", 0)
-HUNG_UP = "the peer hung up during the handshake"
+
+GONE = "is gone without a goodbye: it was killed, probably for memory, unless its log says otherwise"
+"""What a peer's socket says when the kernel closed it: channels say goodbye, and who cuts a peer off logs why."""
+
+
+class Deadline:
+    """A time limit, or none (`timeout_s` None)."""
+
+    __slots__ = ("_at_s", "timeout_s")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._at_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left_s(self) -> float | None:
+        """Return the seconds left, never negative, or None when there is no limit."""
+        return None if self._at_s is None else max(0.0, self._at_s - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """True when no time is left."""
+        return self._at_s is not None and time.monotonic() >= self._at_s
 
 
 class Waiter:
@@ -43,32 +55,7 @@ def has_hung_up(sock: socket.socket) -> bool:
     """Return whether the peer has closed its end, even if bytes that it sent before are still unread, or we have."""
     try:
         poll = select.poll()
-        poll.register(sock.fileno(), _HANG_UP)
+        poll.register(sock.fileno(), select.POLLRDHUP)
         return bool(poll.poll(0))
     except ValueError:  # closed meanwhile
         return True
-
-
-def recv_exactly(sock: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
-    """Read `nbytes` from a stream during a handshake. Raises `ConnectTimeout`, `PeerLost`."""
-    data = b""
-    while len(data) < nbytes:
-        chunk = finish_connect(sock, deadline, partial(sock.recv, nbytes - len(data)))
-        if not chunk:
-            raise PeerLost(HUNG_UP)
-        data += chunk
-    return data
-
-
-def finish_connect(sock: socket.socket, deadline: Deadline, call: Callable[[], T]) -> T:
-    """Run a blocking socket call within the remaining time. Raises `ConnectTimeout`, `PeerLost`."""
-    left_s = deadline.left_s()
-    if left_s is not None and left_s <= 0:
-        raise ConnectTimeout(f"no handshake within {deadline.timeout_s} s")
-    sock.settimeout(left_s)
-    try:
-        return call()
-    except TimeoutError as error:
-        raise ConnectTimeout(f"no handshake within {deadline.timeout_s} s") from error
-    except (ConnectionResetError, BrokenPipeError) as error:
-        raise PeerLost(HUNG_UP) from error

@@ -213,26 +213,6 @@ def test_what_is_too_late_is_refused_and_counted(start: Start) -> None:
     assert first.error is None
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"threads": -1},
-        {"cores": (-1,)},
-        {"window": 0},
-        {"largest_batch_rows": 0},
-        {"order": "lifo"},
-        {"batch_wait_ms": -1.0},
-        {"wire": "float8"},
-        {"cache_rows": -1},
-        {"cache": "fifo"},
-    ],
-)
-def test_knobs_that_can_not_be_are_refused(bad: dict[str, Any]) -> None:
-    """When they are made, not when they are used."""
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        WorkerKnobs(**bad)
-
-
 def test_only_what_does_not_fit_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
     """Any other failure of the fabric is the worker's own, and its log has the details."""
     assert "cannot be passed on" in as_rank_error(FrameTooLarge("9 buffers are over the limit")).message

@@ -117,13 +117,3 @@ def test_a_gauge_reads_the_time_since_it_was_read() -> None:
     assert gauge.read() == gauge.read() == pytest.approx(0.5)
     now_s[0] = 20.0
     assert gauge.read() == 0.0
-
-
-BAD = [{"min_replicas": 0}, {"min_replicas": 3, "max_replicas": 2}, {"low": 0.7}, {"high": 0.5}]
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_a_scaling_that_can_not_be_is_refused(bad: dict[str, float]) -> None:
-    """When it is made."""
-    with pytest.raises(ValueError, match=r"min_replicas|low"):
-        Scaling(**bad)  # type: ignore[arg-type]

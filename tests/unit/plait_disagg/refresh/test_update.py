@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save
 
 from plait_disagg.package import Package
+from plait_disagg.refresh.check import checked
 from plait_disagg.refresh.errors import BadUpdate
-from plait_disagg.refresh.live_package import checked
 from plait_disagg.refresh.update import Update, UpdatedRows, read_update, read_update_manifest, write_update
 from plait_disagg.tables.formats import encode_rows
 from support import refresh as kit
