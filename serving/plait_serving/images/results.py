@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from plait_serving.diffusion.errors import EngineError, Refused
 from plait_serving.images.codec import OutputFormat
 from plait_serving.images.config import ResultsSection
 
@@ -26,16 +27,16 @@ _COUNTED_FOR_S = 10.0
 meanwhile can exceed the bound."""
 
 
-class StoreFailed(Exception):
-    """The store cannot be used; the message is one sentence for the client, without paths and credentials."""
+class StoreFailed(EngineError):
+    """The store cannot be used, which its operator must mend; the message has no paths and credentials."""
+
+    code = "store_failed"
 
 
-class StoreFull(StoreFailed):
+class StoreFull(StoreFailed, Refused):
     """There is no room; `retry_after_s`: when the first of the kept images ends."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    code = "store_full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,25 +135,20 @@ class ResultStore:
         if self._monotonic_s() - count.at_s < _COUNTED_FOR_S:
             return
         files, folder = self._files()
-        nbytes, first_end_s = 0, float("inf")
-        for path, size, ends_s in self._listed(files, folder):
-            if ends_s <= self._now_s():
-                with _reported("remove an image"), suppress(FileNotFoundError):  # another replica was first
-                    files.rm_file(path)
-                continue
-            nbytes += size
-            first_end_s = min(first_end_s, ends_s)
-        count.at_s, count.nbytes, count.first_end_s = self._monotonic_s(), nbytes, first_end_s
-
-    @staticmethod
-    def _listed(files: Any, folder: str) -> Iterator[tuple[str, int, int]]:
-        """Yield path, bytes and end of every result; other files of the folder are not ours."""
         with _reported("list its folder"):
             entries = files.ls(folder, detail=True)
+        nbytes, first_end_s = 0, float("inf")
         for entry in entries:
             match = _NAME.fullmatch(entry["name"].rsplit("/", 1)[-1])
-            if match is not None:
-                yield entry["name"], int(entry["size"] or 0), int(match["ends"], 16)
+            if match is None:  # not ours
+                continue
+            if (ends_s := int(match["ends"], 16)) <= self._now_s():
+                with _reported("remove an image"), suppress(FileNotFoundError):  # another replica was first
+                    files.rm_file(entry["name"])
+                continue
+            nbytes += int(entry["size"] or 0)
+            first_end_s = min(first_end_s, ends_s)
+        count.at_s, count.nbytes, count.first_end_s = self._monotonic_s(), nbytes, first_end_s
 
 
 @contextmanager
