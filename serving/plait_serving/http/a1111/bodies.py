@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,15 +24,13 @@ from plait_serving.spelling import hint
 
 CHECKPOINT, CLIP_SKIP = "sd_model_checkpoint", "CLIP_stop_at_last_layers"
 
-ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "enable_hr": (False, None), "restore_faces": (False, None), "tiling": (False, None), "styles": ([], None),
-        "subseed_strength": (0, None), "seed_resize_from_w": (0, -1, None), "seed_resize_from_h": (0, -1, None),
-        "s_churn": (0, None), "s_noise": (1, None), "script_name": ("", "None", None), "infotext": ("", None),
-        "refiner_checkpoint": ("", "None", None), "resize_mode": (0, None), "inpainting_fill": (0, 1, None),
-        "initial_noise_multiplier": (1, None),
-    }
-)  # fmt: skip
+ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "enable_hr": (False, None), "restore_faces": (False, None), "tiling": (False, None), "styles": ([], None),
+    "subseed_strength": (0, None), "seed_resize_from_w": (0, -1, None), "seed_resize_from_h": (0, -1, None),
+    "s_churn": (0, None), "s_noise": (1, None), "script_name": ("", "None", None), "infotext": ("", None),
+    "refiner_checkpoint": ("", "None", None), "resize_mode": (0, None), "inpainting_fill": (0, 1, None),
+    "initial_noise_multiplier": (1, None),
+}  # fmt: skip
 """Fields that plait has nothing for, with the values that ask for nothing."""
 
 _SAMPLERS = {each.value: each for each in Scheduler} | {name.lower(): each for each, name in SAMPLER_NAMES.items()}

@@ -134,7 +134,7 @@ def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints
         "subseed_strength": 0, "width": asked.width, "height": asked.height,
         "sampler_name": SAMPLER_NAMES[asked.scheduler], "cfg_scale": asked.guidance_scale, "steps": asked.steps,
         "batch_size": given.batch_size, "restore_faces": False, "face_restoration_model": None,
-        "sd_model_name": reply.model_name, "sd_model_hash": None, "sd_vae_name": None, "sd_vae_hash": None,
+        "sd_model_name": reply.model.name, "sd_model_hash": None, "sd_vae_name": None, "sd_vae_hash": None,
         "seed_resize_from_w": -1, "seed_resize_from_h": -1,
         "denoising_strength": None if asked.edit is None else asked.edit.strength,
         "extra_generation_params": {}, "index_of_first_image": 0, "infotexts": texts, "styles": [],

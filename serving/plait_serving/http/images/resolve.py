@@ -6,7 +6,7 @@ Everything cheap is checked before the first control image is decoded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait_serving.diffusion.admission import (
@@ -33,12 +33,12 @@ from plait_serving.diffusion.values import (
     LoraSet,
     PromptSyntax,
     RgbImage,
+    Tenant,
 )
-from plait_serving.http.edge.tenants import TenantLimits, tenant_of
+from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.http.images.schemas import (
     MAX_LIST,
     MAX_MODEL_CHARS,
-    ControlNetBody,
     EditBody,
     GenerationBody,
     LoraBody,
@@ -101,13 +101,13 @@ def resolve(
         loras=_loras({"model": named, "loras": body.loras or [], "prompt": tags}, catalog, limits),
         deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
         wants_progress=bool(body.stream),
-        tenant=tenant_of(tenant, allowed),
+        tenant=Tenant(name=tenant, weight=allowed.weight, queued_s=allowed.queued_s),
         model=model.name,
     )
     check_numbers(request, limits, model.terms)
     _check_allowed(request, allowed)
     _check_stream(request)
-    _check_controlnets(body, catalog, model, preprocessors)
+    preprocess = _preprocessing(body, catalog, model, preprocessors)
     if upload is not None:
         request = upload.put_into(request, model.terms)
         check_takes(request, model.terms)
@@ -116,8 +116,7 @@ def resolve(
     check_policy(request)
     if not request.loras:
         request = replace(request, lora_free_steps=0)
-    controls = _controls(body, catalog, width=width, height=height, preprocessors=preprocessors, limits=decode_limits)
-    return replace(request, controlnets=controls)
+    return replace(request, controlnets=_controls(body, preprocess, width, height, decode_limits))
 
 
 def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraRef]]:
@@ -202,10 +201,11 @@ def _loras(parts: Mapping[str, Sequence[LoraRef | LoraBody]], catalog: Catalog, 
     return tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items())
 
 
-def _check_controlnets(
+def _preprocessing(
     body: GenerationBody, catalog: Catalog, model: BaseModelCard, preprocessors: Preprocessors
-) -> None:
-    bodies = body.controlnets or []
+) -> list[Callable[[RgbImage], RgbImage] | None]:
+    """Check the ControlNets; return what makes each one's map of an ordinary image, None where the map is sent."""
+    bodies, found = body.controlnets or [], list[Callable[[RgbImage], RgbImage] | None]()
     check_spans([(control.start, control.end) for control in bodies], model.limits)
     for i, control in enumerate(bodies):
         card, param = catalog.controlnet(control.name), f"controlnets.{i}.name"
@@ -218,48 +218,32 @@ def _check_controlnets(
                 f"{', '.join(model.controlnets) or 'none'}",
                 param=param,
             )
-        if control.preprocess is False:
-            continue
-        name = _preprocessor(control, catalog)
-        if name is None or name not in preprocessors:
+        name = (control.preprocess if isinstance(control.preprocess, str) else card.preprocessor) or ""
+        if control.preprocess and name not in preprocessors:
             known = ", ".join(sorted(preprocessors)) or "none"
-            near = hint(name or "", preprocessors) or f"; this server has: {known}"
+            near = hint(name, preprocessors) or f"; this server has: {known}"
             message = f"no preprocessor for ControlNet {control.name!r}{near}"
             raise RequestError(message, param=f"controlnets.{i}.preprocess")
-
-
-def _preprocessor(control: ControlNetBody, catalog: Catalog) -> str | None:
-    if isinstance(control.preprocess, str):
-        return control.preprocess
-    card = catalog.controlnet(control.name)
-    return None if card is None else card.preprocessor
+        found.append(preprocessors[name] if control.preprocess else None)
+    return found
 
 
 def _controls(
     body: GenerationBody,
-    catalog: Catalog,
-    *,
+    preprocessing: list[Callable[[RgbImage], RgbImage] | None],
     width: int,
     height: int,
-    preprocessors: Preprocessors,
     limits: DecodeLimits,
 ) -> tuple[ControlRef, ...]:
     """Decode, stretch to the output's size and preprocess, one image after the other to bound memory."""
     controls = []
-    for i, control in enumerate(body.controlnets or []):
+    for i, (control, preprocess) in enumerate(zip(body.controlnets or [], preprocessing, strict=True)):
         param = f"controlnets.{i}.image"
         raw = decode_base64(control.image, param=param, limits=limits)
-        ordinary = control.preprocess is not False
-        image = decode_image(raw, param=param, limits=limits, paper="white" if ordinary else "black")
+        image = decode_image(raw, param=param, limits=limits, paper="black" if preprocess is None else "white")
         image = resize(image, width=width, height=height)
-        name = _preprocessor(control, catalog) if ordinary else None
-        controls.append(
-            ControlRef(
-                name=control.name,
-                image=image if name is None else preprocessors[name](image),
-                **given(control, ControlRef),
-            )
-        )
+        image = image if preprocess is None else preprocess(image)
+        controls.append(ControlRef(name=control.name, image=image, **given(control, ControlRef)))
     return tuple(controls)
 
 
@@ -279,14 +263,15 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
     if card is not None:
         return card, []
     if alias is not None:
-        return _base(alias.model, catalog), _refs(alias.loras)
+        loras = [LoraRef(name=name, scale=scale) for name, scale in alias.loras.items()]
+        return _base(alias.model, catalog), loras
     name, rest = _first(text, [base.name for base in catalog.models if "+" in base.name])
     names = [lora.name for lora in catalog.loras if "+" in lora.name]
     parts: list[str] = []
     while rest is not None and len(parts) <= MAX_LIST:  # more than a set may have
         part, rest = _first(rest, names)
         parts.append(part)
-    return _base(name, catalog), _refs(dict(map(_lora, _once_each(parts))))
+    return _base(name, catalog), [_lora(part) for part in parts]
 
 
 def _first(text: str, names: Iterable[str]) -> tuple[str, str | None]:
@@ -311,15 +296,7 @@ def _base(name: str, catalog: Catalog) -> BaseModelCard:
     return card
 
 
-def _once_each(parts: list[str]) -> list[str]:
-    names = [part.partition(":")[0] for part in parts]
-    for name in names:
-        if names.count(name) > 1:
-            raise RequestError(f"LoRA {name[:64]!r} is given twice; add the scales", param="model")
-    return parts
-
-
-def _lora(text: str) -> tuple[str, float]:
+def _lora(text: str) -> LoraRef:
     name, colon, scale = text.partition(":")
     try:
         value = float(scale) + 0.0 if colon else 1.0  # no negative zero
@@ -327,11 +304,7 @@ def _lora(text: str) -> tuple[str, float]:
         value = math.nan
     if not name or not abs(value) <= MAX_SCALE:
         raise RequestError(f"{text[:64]!r} is not NAME or NAME:SCALE", param="model")
-    return name, value
-
-
-def _refs(loras: Mapping[str, float]) -> list[LoraRef]:
-    return [LoraRef(name=name, scale=scale) for name, scale in loras.items()]
+    return LoraRef(name=name, scale=value)
 
 
 IMG2IMG_STRENGTH = 0.8
