@@ -6,15 +6,15 @@ plan wants it; so requests go only where replicas were seen, and broadcasts go t
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
-_log = logging.getLogger(__name__)
+from plait_serving.deployments.metrics import ask_all
 
 _LOOK_S = 1.0
 _ANSWER_S = 1.0
@@ -40,10 +40,10 @@ class PlacedHandle:
         """Call the method on every replica of every deployment."""
         return _Answers(self._handles, method, arguments)
 
-    def __getattr__(self, method: str) -> _Method:
+    def __getattr__(self, method: str) -> SimpleNamespace:
         if method.startswith("_"):
             raise AttributeError(method)
-        return _Method(self._choose, method)
+        return SimpleNamespace(remote=lambda *arguments: getattr(self._choose(), method).remote(*arguments))
 
     def _known(self) -> _LastSeen:
         if self._seen is None:
@@ -52,17 +52,6 @@ class PlacedHandle:
 
     def _choose(self) -> Any:
         return self._handles[self._known().choose()]
-
-
-class _Method:
-    """What `handle.method` is; only `remote` of it."""
-
-    def __init__(self, choose: Callable[[], Any], method: str) -> None:
-        self._choose, self._method = choose, method
-
-    def remote(self, *arguments: Any) -> Any:
-        """Call a replica."""
-        return getattr(self._choose(), self._method).remote(*arguments)
 
 
 class _LastSeen:
@@ -112,14 +101,6 @@ def _by_class(
     handles: Mapping[str, Any], method: str, arguments: Sequence[Any], *, timeout_s: float | None
 ) -> dict[str, list[Any]]:
     """Ask all deployments at once."""
-
-    def ask(handle: Any) -> list[Any]:
-        try:
-            response = handle.broadcast(method, *arguments)
-            return list(response.results(timeout_s=timeout_s, return_exceptions=True))
-        except Exception as error:  # no replica, or none in time; Ray's and Serve's errors have no common base
-            _log.debug("a deployment without replicas: %s", error)
-            return []
-
     with ThreadPoolExecutor(max(1, len(handles))) as threads:
-        return dict(zip(handles, threads.map(ask, handles.values()), strict=True))
+        found = threads.map(lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), handles.values())
+        return dict(zip(handles, found, strict=True))
