@@ -48,7 +48,8 @@ class Binder:
         """
         if not arrays.keys() <= self._known:
             name = next(name for name in arrays if name not in self._known)
-            raise BadInput(f"{name[:64]}: the model has no such input{hint(name, self._names())}", param=name[:64])
+            required = [name for plan in self._plans for name in plan.required]
+            raise BadInput(f"{name[:64]}: the model has no such input{hint(name, required)}", param=name[:64])
         tensors: dict[str, torch.Tensor] = {}
         candidates: int | None = None
         for plan in self._plans:
@@ -57,7 +58,10 @@ class Binder:
                 raise BadInput(f"{plan.name}: the input is missing", param=plan.name)
             rows = len(array) if plan.row_shape is not None else plan.bags(arrays)
             if candidates is None and not plan.is_user:
-                candidates = self._checked(rows, plan.name)
+                if not 1 <= rows <= self._largest:
+                    detail = f"{plan.name}: has {rows} candidates; a request may have 1 to {self._largest}"
+                    raise BadInput(detail, param=plan.name)
+                candidates = rows
             if rows != (1 if plan.is_user else candidates):
                 of = "a user-side input has 1" if plan.is_user else f"the inputs before it have {candidates}"
                 raise BadInput(f"{plan.name}: has {rows} rows, {of}", param=plan.name)
@@ -68,15 +72,6 @@ class Binder:
             else:
                 tensors[plan.name] = plan.converted(array, rows)
         return tensors, candidates
-
-    def _names(self) -> list[str]:
-        return [name for plan in self._plans for name in plan.required]
-
-    def _checked(self, candidates: int, name: str) -> int:
-        if not 1 <= candidates <= self._largest:
-            detail = f"{name}: has {candidates} candidates; a request may have 1 to {self._largest}"
-            raise BadInput(detail, param=name)
-        return candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
