@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from plait_serving.diffusion.admission import (
     ImageLimits,
@@ -26,7 +26,6 @@ from plait_serving.diffusion.values import (
     MAX_SCALE,
     ControlRef,
     Edit,
-    GreyImage,
     ImageRequest,
     LoraPolicy,
     LoraRef,
@@ -80,8 +79,9 @@ def resolve(
     allowed = TenantLimits() if allowed is None else allowed
     model, named = chosen_model(body.model, catalog)
     limits = model.limits
-    upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
-    width, height = _size(body, upload, model)
+    upload = _bytes(body.image, "image", decode_limits) if isinstance(body, EditBody) else None
+    shape = None if upload is None else image_size(upload, param="image", limits=decode_limits)
+    width, height = _size(body, shape, model)
     prompt, tags = _read_prompts(body)
     samplers, scheduler = model.terms.samplers, model.default_scheduler
     if upload is not None and not model.terms.reads_images and scheduler not in samplers.starts:
@@ -108,8 +108,8 @@ def resolve(
     _check_allowed(request, allowed)
     _check_stream(request)
     preprocess = _preprocessing(body, catalog, model, preprocessors)
-    if upload is not None:
-        request = upload.put_into(request, model.terms)
+    if isinstance(body, EditBody) and upload is not None:
+        request = _edited(request, body, upload, model.terms, decode_limits)
         check_takes(request, model.terms)
     if request.lora_policy is LoraPolicy.BOUNDED_ASYNC and "lora_free_steps" not in given(body, ImageRequest):
         request = replace(request, lora_free_steps=request.run_steps // LORA_FREE_SHARE)
@@ -159,21 +159,21 @@ def _check_stream(request: ImageRequest) -> None:
         raise RequestError("partial_images needs stream: true", param="partial_images")
 
 
-def _size(body: GenerationBody, upload: Upload | None, model: BaseModelCard) -> tuple[int, int]:
+def _size(body: GenerationBody, shape: tuple[int, int] | None, model: BaseModelCard) -> tuple[int, int]:
     """Return the output's size: an edit without one has its image's, rounded down; of a model that reads the image, in
     its shape and of the model's own area."""
     if body.size is not None:
         return body.size
-    if upload is None:
+    if shape is None:
         return model.default_width, model.default_height
     limits, scale = model.limits, 1.0
     if model.terms.reads_images:
-        scale = math.sqrt(model.default_width * model.default_height / (upload.width * upload.height))
-    edges = (round(scale * edge) for edge in (upload.width, upload.height))
+        scale = math.sqrt(model.default_width * model.default_height / math.prod(shape))
+    edges = (round(scale * edge) for edge in shape)
     width, height = (edge - edge % limits.size_multiple for edge in edges)
     if min(width, height) < limits.min_edge_px or max(width, height) > limits.max_edge_px:
         raise RequestError(
-            f"the image is {upload.width}x{upload.height}, edges go from {limits.min_edge_px} to {limits.max_edge_px} "
+            f"the image is {shape[0]}x{shape[1]}, edges go from {limits.min_edge_px} to {limits.max_edge_px} "
             "pixels: give a size",
             param="size",
         )
@@ -311,59 +311,37 @@ IMG2IMG_STRENGTH = 0.8
 """What diffusers' Img2Img pipeline takes by default; its Inpaint pipeline takes 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Upload:
-    """The image file of an edit, not decoded yet; `width` and `height` are its own, upright."""
-
-    body: EditBody
-    limits: DecodeLimits
-    raw: bytes
-    width: int
-    height: int
-
-    def put_into(self, request: ImageRequest, terms: RequestTerms) -> ImageRequest:
-        """Return a request with the image decoded: as its edit, image and mask stretched to the output's size, or as
-        its reference, transparent pixels white. Raises `RequestError` naming the field."""
-        width, height = request.width, request.height
-        image, mask = self._layers()
-        if self.body.mask is None and terms.reads_images:
-            for name in request_fields(Edit):
-                if getattr(self.body, name) is not None:
-                    raise RequestError("this model reads the image, and starts from noise", param=name)
-            return replace(request, reference=image)
-        strength = self.body.strength
-        if strength is None:
-            strength = IMG2IMG_STRENGTH if mask is None else 1.0
-        edit = Edit(
-            image=resize(image, width=width, height=height),
-            mask=None if mask is None else resize(mask, width=width, height=height),
-            strength=float(strength),
-            overlay=self.body.overlay is not False,
-            rounds_up=terms.rounds_up,
-        )
-        check_edit(edit, request.steps)
-        return replace(request, edit=edit)
-
-    def _layers(self) -> tuple[RgbImage, GreyImage | None]:
-        image, clear = decode_layers(self.raw, param="image", limits=self.limits)
-        if self.body.mask is None:
-            return image, clear
-        mask = decode_mask(_bytes(self.body.mask, "mask", self.limits), param="mask", limits=self.limits)
+def _edited(
+    request: ImageRequest, body: EditBody, raw: bytes, terms: RequestTerms, limits: DecodeLimits
+) -> ImageRequest:
+    """Return a request with the image `raw` decoded: as its edit, image and mask stretched to the output's size, or as
+    its reference, transparent pixels white. Raises `RequestError` naming the field."""
+    image, mask = decode_layers(raw, param="image", limits=limits)
+    if body.mask is not None:
+        mask = decode_mask(_bytes(body.mask, "mask", limits), param="mask", limits=limits)
         if mask.shape != image.shape[:2]:
-            sizes = f"the mask is {mask.shape[1]}x{mask.shape[0]}, the image {self.width}x{self.height}"
+            sizes = f"the mask is {mask.shape[1]}x{mask.shape[0]}, the image {image.shape[1]}x{image.shape[0]}"
             raise RequestError(f"{sizes}: they must be of one size", param="mask")
         if mask.max() < 128:
-            raise RequestError(
-                "nothing is to be made anew: no pixel of the mask is transparent, and none is white", param="mask"
-            )
-        return image, mask
-
-
-def upload_of(body: EditBody, limits: DecodeLimits) -> Upload:
-    """Return the image of an edit; only its header is read. Raises `RequestError` naming `image`."""
-    raw = _bytes(body.image, "image", limits)
-    width, height = image_size(raw, param="image", limits=limits)
-    return Upload(body=body, limits=limits, raw=raw, width=width, height=height)
+            message = "nothing is to be made anew: no pixel of the mask is transparent, and none is white"
+            raise RequestError(message, param="mask")
+    elif terms.reads_images:
+        for name in request_fields(Edit):
+            if getattr(body, name) is not None:
+                raise RequestError("this model reads the image, and starts from noise", param=name)
+        return replace(request, reference=image)
+    width, height, strength = request.width, request.height, body.strength
+    if strength is None:
+        strength = IMG2IMG_STRENGTH if mask is None else 1.0
+    edit = Edit(
+        image=resize(image, width=width, height=height),
+        mask=None if mask is None else resize(mask, width=width, height=height),
+        strength=float(strength),
+        overlay=body.overlay is not False,
+        rounds_up=terms.rounds_up,
+    )
+    check_edit(edit, request.steps)
+    return replace(request, edit=edit)
 
 
 def _bytes(upload: str | bytes, param: str, limits: DecodeLimits) -> bytes:
