@@ -130,7 +130,7 @@ def _statuses(path: str, operation: Mapping[str, Any]) -> set[int]:
         409: path.endswith("/cancel"),
         415: not path.startswith(V2),
         422: makes_images,
-        503: path.startswith("/v1/") or "{model}" in path,
+        503: (path.startswith("/v1/") and path != "/v1/words") or "{model}" in path,
         504: waits,
     }
     return {*_ANYWHERE, *(status for status, holds in rules.items() if holds)}

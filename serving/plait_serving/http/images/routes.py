@@ -34,7 +34,7 @@ from plait_serving.http.context import ContextDep, RouteContext, get_context
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.counters import MODEL
-from plait_serving.http.edge.errors import ClientDisconnected, ErrorBody, wire_error
+from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.refusals import StandingRefusal
@@ -92,9 +92,8 @@ def check_again(context: RouteContext, tenant: str) -> None:
 
 def _still(standing: StandingRefusal[Overloaded]) -> _StillRefused:
     """Return a refusal with what is left of its time."""
-    error, left_s = standing.refusal, standing.refusal.retry_after_s
-    if left_s is not None:
-        left_s = max(0.0, left_s - standing.ago_s)
+    error = standing.refusal
+    left_s = None if error.retry_after_s is None else max(0.0, error.retry_after_s - standing.ago_s)
     return _StillRefused(error.message, param=error.param, retry_after_s=left_s)
 
 
@@ -115,11 +114,7 @@ _STREAM_CONTENT = {
     "/generations",
     summary="Make images",
     response_class=Response,
-    responses={
-        200: {"model": GenerationResponse, "content": _STREAM_CONTENT},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
+    responses={200: {"model": GenerationResponse, "content": _STREAM_CONTENT}},
 )
 async def generate(body: GenerationBody, request: Request, context: ContextDep) -> Response:
     """Make `n` images of one prompt, or stream one image's partial images as server-sent events."""
@@ -130,11 +125,7 @@ async def generate(body: GenerationBody, request: Request, context: ContextDep) 
     "/edits",
     summary="Edit an image",
     response_class=Response,
-    responses={
-        200: {"model": EditResponse, "content": _STREAM_CONTENT},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
+    responses={200: {"model": EditResponse, "content": _STREAM_CONTENT}},
     openapi_extra=EDIT_REQUEST,
 )
 async def edit(request: Request, context: ContextDep) -> Response:
