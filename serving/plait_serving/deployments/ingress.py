@@ -57,8 +57,12 @@ class Ingress:
         self._images = None if engine is None else HandleImageService(engine, controlnets)
         self._settings = settings
         self._routers = routers
-        with importing():
-            self._ranking = _ranking_service(ranking or {})
+        self._ranking: LocalRankingService | None = None
+        if ranking:  # an image-only server does without torch
+            with importing():
+                from plait_serving.deployments.ranking.service import RemoteRankingService
+
+            self._ranking = RemoteRankingService(ranking)
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
         self._user_config = dict(given_knobs())
@@ -172,15 +176,6 @@ def _checkpoint_key(tenant: str) -> str:
     from ray import serve
 
     return f"plait-a1111:{serve.get_replica_context().app_name}:{tenant}"
-
-
-def _ranking_service(models: Mapping[str, RankModel]) -> LocalRankingService | None:
-    """Return the ranking service; None on an image-only server, which does without torch."""
-    if not models:
-        return None
-    from plait_serving.deployments.ranking.service import RemoteRankingService
-
-    return RemoteRankingService(models)
 
 
 class OpenResponses:

@@ -36,9 +36,18 @@ class PlacedHandle:
         """Return a handle with these options."""
         return PlacedHandle({of: handle.options(**options) for of, handle in self._handles.items()}, seen=self._known())
 
-    def broadcast(self, method: str, *arguments: Any) -> _Answers:
-        """Call the method on every replica of every deployment."""
-        return _Answers(self._handles, method, arguments)
+    def broadcast(self, method: str, *arguments: Any) -> SimpleNamespace:
+        """Call the method on every replica of every deployment; those without replicas have no answers."""
+
+        def results(*, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
+            found = _by_class(self._handles, method, arguments, timeout_s=timeout_s)
+            answers = [answer for each in found.values() for answer in each]
+            for error in answers if not return_exceptions else ():
+                if isinstance(error, BaseException):
+                    raise error
+            return answers
+
+        return SimpleNamespace(results=results)
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         if method.startswith("_"):
@@ -78,23 +87,6 @@ class _LastSeen:
                 return
             self._replicas = {of: len(answers) for of, answers in found.items()}
             time.sleep(_LOOK_S)
-
-
-class _Answers:
-    """What `broadcast` returns."""
-
-    def __init__(self, handles: Mapping[str, Any], method: str, arguments: Sequence[Any]) -> None:
-        self._handles, self._method, self._arguments = handles, method, arguments
-
-    def results(self, *, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
-        """Return all answers; those of a deployment without replicas are none."""
-        found = _by_class(self._handles, self._method, self._arguments, timeout_s=timeout_s)
-        answers = [answer for each in found.values() for answer in each]
-        if not return_exceptions:
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
-        return answers
 
 
 def _by_class(

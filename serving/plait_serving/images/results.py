@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from plait_serving.diffusion.errors import EngineError, Refused
@@ -48,16 +48,6 @@ class StoredResult:
     left_s: float
 
 
-@dataclass(slots=True)
-class _Count:
-    """What the folder holds, as far as this process knows."""
-
-    at_s: float = float("-inf")
-    nbytes: int = 0
-    first_end_s: float = float("inf")
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class ResultStore:
     """Keeps images under unguessable names until they end. Methods block; call them in threads, from any of them."""
 
@@ -71,12 +61,14 @@ class ResultStore:
         self._settings = settings
         self._now_s = now_s
         self._monotonic_s = monotonic_s
-        self._count = _Count()
+        # What the folder holds, as far as this process knows.
+        self._lock = threading.Lock()
+        self._counted_at_s, self._nbytes, self._first_end_s = float("-inf"), 0, float("inf")
         self._opened: tuple[Any, str] | None = None
 
     def check(self) -> None:
         """Raise `StoreFailed` if nothing could be kept now. Removes what has ended."""
-        with self._count.lock:
+        with self._lock:
             self._count_if_old()
             self._check_room(1)
 
@@ -84,11 +76,11 @@ class ResultStore:
         """Keep an image and return its name. Raises `StoreFailed`."""
         ends_s = int(self._now_s() + self._settings.lifetime_s) + 1
         name = f"{ends_s:09x}-{secrets.token_urlsafe(_TOKEN_BYTES)}.{output_format.value}"
-        with self._count.lock:
+        with self._lock:
             self._count_if_old()
             self._check_room(len(body))
-            self._count.nbytes += len(body)  # now, so that others who write at once see it
-            self._count.first_end_s = min(self._count.first_end_s, ends_s)
+            self._nbytes += len(body)  # now, so that others who write at once see it
+            self._first_end_s = min(self._first_end_s, ends_s)
         files, folder = self._files()
         with _reported("keep an image"):
             files.pipe_file(f"{folder}/{name}", body)
@@ -122,17 +114,16 @@ class ResultStore:
         return self._opened
 
     def _check_room(self, nbytes: int) -> None:
-        count, most = self._count, self._settings.max_bytes
-        if count.nbytes + nbytes <= most:
+        most = self._settings.max_bytes
+        if self._nbytes + nbytes <= most:
             return
-        retry_after_s = min(max(1.0, count.first_end_s - self._now_s()), self._settings.lifetime_s)
+        retry_after_s = min(max(1.0, self._first_end_s - self._now_s()), self._settings.lifetime_s)
         message = f"the store of results is full ({most:,} bytes); ask for b64_json, or again later"
         raise StoreFull(message, retry_after_s=retry_after_s)
 
     def _count_if_old(self) -> None:
         """Count what is there, and remove what has ended: whoever comes first does it for all."""
-        count = self._count
-        if self._monotonic_s() - count.at_s < _COUNTED_FOR_S:
+        if self._monotonic_s() - self._counted_at_s < _COUNTED_FOR_S:
             return
         files, folder = self._files()
         with _reported("list its folder"):
@@ -148,7 +139,7 @@ class ResultStore:
                 continue
             nbytes += int(entry["size"] or 0)
             first_end_s = min(first_end_s, ends_s)
-        count.at_s, count.nbytes, count.first_end_s = self._monotonic_s(), nbytes, first_end_s
+        self._counted_at_s, self._nbytes, self._first_end_s = self._monotonic_s(), nbytes, first_end_s
 
 
 @contextmanager
