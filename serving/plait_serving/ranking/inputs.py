@@ -14,7 +14,6 @@ checks the values (finite, ids inside their tables, offsets that add up).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ class Binder:
     """Binds arrays to a fixed set of inputs. `largest_candidates` bounds N."""
 
     def __init__(self, inputs: Sequence[Input], *, largest_candidates: int) -> None:
-        self._plans = tuple(_InputPlan.of(item, inputs) for item in inputs)
+        self._plans = tuple(_InputPlan(item, inputs) for item in inputs)
         self._largest = largest_candidates
         self._known = frozenset(name for plan in self._plans for name in plan.names)
 
@@ -74,28 +73,16 @@ class Binder:
         return tensors, candidates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _InputPlan:
     """How one input is found and shaped. `row_shape` is the shape of one row; None for a bag."""
 
-    name: str
-    is_user: bool
-    dtype: np.dtype[Any]
-    row_shape: tuple[int, ...] | None
-    required: tuple[str, ...]
-    lengths: str | None
-
-    @classmethod
-    def of(cls, item: Input, inputs: Sequence[Input]) -> _InputPlan:
+    def __init__(self, item: Input, inputs: Sequence[Input]) -> None:
         lengths = item.name + LENGTHS
-        return cls(
-            name=item.name,
-            is_user=item.side == "user",
-            dtype=_FLOAT32 if isinstance(item, Dense) else _INT64,
-            row_shape=item.shape if isinstance(item, Dense | Ids) else None,
-            required=tensor_names((item,)),
-            lengths=lengths if isinstance(item, Bag) and lengths not in tensor_names(inputs) else None,
-        )
+        self.name, self.is_user = item.name, item.side == "user"
+        self.dtype: np.dtype[Any] = _FLOAT32 if isinstance(item, Dense) else _INT64
+        self.row_shape = item.shape if isinstance(item, Dense | Ids) else None
+        self.required = tensor_names((item,))
+        self.lengths = lengths if isinstance(item, Bag) and lengths not in tensor_names(inputs) else None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from plait_serving.ranking.codec import (
     hint,
     parse_infer,
 )
-from plait_serving.ranking.service import BoundModel
+from plait_serving.ranking.local import BoundModel
 
 _INLINE_JSON_BYTES = 256 << 10
 """JSON of this size takes about 2 ms on the event loop; passing it to a thread and back takes some 0.1 ms, and adds

@@ -30,8 +30,7 @@ from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, JsonRoute, Strict
 from plait_serving.http.ranking.infer import rank, unique_id
 from plait_serving.ranking.codec import Array, array_of, hint
 from plait_serving.ranking.inputs import LENGTHS
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import BoundModel
+from plait_serving.ranking.local import BoundModel, LocalRankingService
 
 PATH = "/v1/recommend"
 
