@@ -7,7 +7,6 @@ cannot do is refused by name, unless it asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -75,14 +74,6 @@ class Img2Img(Txt2Img):
     inpaint_full_res: bool | None = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What an A1111 request asks of plait, and what of it means nothing to the model or is done otherwise."""
-
-    body: GenerationBody
-    hints: list[str] = field(default_factory=list)
-
-
 def options_of(checkpoint: str) -> dict[str, Any]:
     """Return A1111's options, as far as there are any here: only the first can be changed."""
     return {CHECKPOINT: checkpoint, CLIP_SKIP: 1, "sd_vae": "Automatic", "samples_format": "png"}
@@ -103,9 +94,12 @@ def checkpoint_in(value: Any) -> str | None:
     return value
 
 
-def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits) -> Asked:
-    """Return what a request asks for. `checkpoint`: the model of requests that name none. Raises `RequestError` or
-    `NotFound`, or pydantic's ValidationError with plait's names of fields."""
+def asked(
+    given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits
+) -> tuple[GenerationBody, list[str]]:
+    """Return what a request asks for, and what of it means nothing to the model or is done otherwise. `checkpoint`: the
+    model of requests that name none. Raises `RequestError` or `NotFound`, or pydantic's ValidationError with plait's
+    names of fields."""
     extra = given.model_extra or {}
     for name, nothing in ASKS_NOTHING.items():
         if extra.get(name) not in nothing:
@@ -145,7 +139,7 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
     if given.width is not None or given.height is not None:
         fields["size"] = f"{given.width or card.default_width}x{given.height or card.default_height}"
     if not isinstance(given, Img2Img):
-        return Asked(body=GenerationBody(**fields), hints=hints)
+        return GenerationBody(**fields), hints
     if given.mask and given.inpaint_full_res:
         hints.append("inpaint_full_res: the whole picture is worked on, not its masked part enlarged")
     strength = given.denoising_strength
@@ -154,7 +148,7 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
         hints.append(f"denoising_strength: {card.name} reads the image, and starts from noise")
     raw = decode_base64(_image(given), param="init_images", limits=limits)
     fields |= {"image": raw, "mask": _mask(given, raw, limits), "strength": strength}
-    return Asked(body=EditBody(**fields), hints=hints)
+    return EditBody(**fields), hints
 
 
 def _told(given: Txt2Img, card: BaseModelCard) -> dict[str, Any]:

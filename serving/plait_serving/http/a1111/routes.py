@@ -81,10 +81,10 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
     service = context.image_service
     with _in_their_words():
         try:
-            wanted = await context.decoder.run(tenant, partial(read, await service.catalog()))
+            body, hints = await context.decoder.run(tenant, partial(read, await service.catalog()))
         except NotFound:  # what came a moment ago
-            wanted = await context.decoder.run(tenant, partial(read, await service.catalog(anew=True)))
-        reply = await resolved(wanted.body, request, context)
+            body, hints = await context.decoder.run(tenant, partial(read, await service.catalog(anew=True)))
+        reply = await resolved(body, request, context)
     made = replace(reply.request, wants_progress=True)
     with _in_their_words(), context.desk.opened(tenant, made.run_steps) as job:
 
@@ -92,7 +92,7 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
             job.step = progress.step
 
         result = await job.run(result_of(made, context, told))
-    answer = partial(_answer, reply, result, given, wanted.hints)
+    answer = partial(_answer, reply, result, given, hints)
     return Response(await context.workers.run(tenant, answer), media_type="application/json")
 
 
