@@ -189,7 +189,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     routes = request.app.openapi()["paths"] if error.status_code in (404, 405) else {}
     taken = f"; it takes {', '.join(routes[request.url.path]).upper()}" if request.url.path in routes else ""
     message, code = {
-        400: ("the body could not be read as JSON", "invalid_json"),
         404: (f"there is no route {where}{hint(request.url.path, routes)}", "unknown_route"),
         405: (f"{where} is not allowed{taken}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "http_error"))
@@ -207,8 +206,6 @@ def validation_error(errors: Sequence[Any], body: type[BaseModel]) -> ApiError:
     """Return the first of pydantic's errors as a 400 with a dotted `param`; the message counts the others. `body`: what
     was to be read, for hints."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     path = [str(part) for part in first["loc"]]
     if path[:1] in (["body"], ["query"]):  # where it was; a field may be called so, too
         path = path[1:]

@@ -31,15 +31,27 @@ _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed beside the event loop, one after the other (`turn_threads.READING`)."""
 
 
-def parse_json(body: bytes) -> Any:
-    """Parse a body. Raises `json.JSONDecodeError`, or `BodyRefused` if an object has two members with one name."""
-    return json.loads(body, object_pairs_hook=_object)
+def parse_json(text: bytes) -> Any:
+    """Parse JSON. Raises `ValueError` or `RecursionError`, or `BodyRefused` if an object has two members with one
+    name."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _parse_body(pieces: list[bytes]) -> Any:
+    """Parse a body. Raises `BodyRefused`."""
+    try:
+        return parse_json(b"".join(pieces))
+    except json.JSONDecodeError as error:
+        problem = f"the body is not JSON: {error.msg}"
+    except (ValueError, RecursionError):
+        problem = "the body could not be read as JSON"
+    raise BodyRefused(ApiError(400, problem, code="invalid_json"))
 
 
 def _parse_long(pieces: list[bytes]) -> Any:
     gc.disable()  # the collector would look at all values again for each few hundred new ones
     try:
-        return parse_json(b"".join(pieces))
+        return _parse_body(pieces)
     finally:
         gc.enable()
 
@@ -54,7 +66,7 @@ def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _JsonRequest(Request):
-    """A request whose `json` refuses what `parse_json` refuses."""
+    """A request whose `json` raises `BodyRefused` for what is none, or says something twice."""
 
     async def body(self) -> bytes:
         """Return the body; of JSON, which is parsed at once, only its first byte: while images are made of it, its
@@ -79,7 +91,7 @@ class _JsonRequest(Request):
 
     async def _parsed(self, pieces: list[bytes]) -> Any:
         if sum(map(len, pieces)) <= _INLINE_BYTES:
-            return parse_json(b"".join(pieces))
+            return _parse_body(pieces)
         who: Principal | None = self.scope.get("state", {}).get("principal")
         return await READING.run("" if who is None else who.tenant, partial(_parse_long, pieces))
 
