@@ -1,4 +1,4 @@
-"""What all sections of plait.yaml have in common, whatever workload they configure."""
+"""What all sections of plait.yaml have in common, whatever workload they configure; names, in requests too."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ MAX_REPLICAS = 64
 """Of a deployment whose number follows the load."""
 
 
+def folder_of(info: ValidationInfo) -> Path | None:
+    """Return the folder of the file that is read, if one is."""
+    return info.context.get("folder") if isinstance(info.context, dict) else None
+
+
 def _absolute(path: Path, info: ValidationInfo) -> Path:
     """Resolve a relative path in a file relative to that file."""
-    folder = (info.context or {}).get("folder") if isinstance(info.context, dict) or info.context is None else None
+    folder = folder_of(info)
     path = Path(expanduser(path))
-    return path if path.is_absolute() or folder is None else Path(folder) / path
+    return path if path.is_absolute() or folder is None else folder / path
 
 
-def _name(value: str) -> str:
-    if not NAME_PATTERN.fullmatch(value):
-        raise ValueError(f"a name must match {NAME_PATTERN.pattern}")
+def checked_name(value: str) -> str:
+    """Return a name. Raises ValueError for what is none."""
+    if not NAME_PATTERN.fullmatch(value):  # fullmatch: `$` alone would let a final newline pass
+        raise ValueError(
+            "a name has 1 to 64 letters, digits, dots, dashes and underscores, and starts with a letter or digit"
+        )
     return value
 
 
@@ -36,7 +44,7 @@ def _served_name(value: str) -> str:
 
 
 FolderPath = Annotated[Path, AfterValidator(_absolute)]
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[str, AfterValidator(checked_name)]
 ServedName = Annotated[str, AfterValidator(_served_name)]
 """Of a LoRA, or of a base model that may lie in a folder."""
 GpuShare = Annotated[

@@ -198,6 +198,7 @@ def test_an_ingress_that_dies_answers_directly_again(deployed: Deployed) -> None
 def test_only_shards_have_rows_in_memory(deployed: Deployed) -> None:
     """A CN of a sharded model maps the tables' header and reads no row of them; a shard does."""
     (cn,), (shard,) = deployed.replicas("cn-parts"), deployed.replicas("shard0-parts")
+    deployed.infer(refresh_kit.request(deployed.parts, 5))  # they come when they are asked for
     assert _resident_bytes(cn.pid, TABLES) == 0
     assert _resident_bytes(shard.pid, TABLES) > 0
 

@@ -105,7 +105,4 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise OSError(error.errno, f"server.direct_port: cannot listen on {host}:{port}: {error.strerror}") from error
-    except BaseException:
-        listener.close()
-        raise
     return listener

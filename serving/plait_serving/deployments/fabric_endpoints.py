@@ -15,9 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray import serve
+
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
-from plait_serving.cores import remove_stale_sockets
+from plait_serving.cores import remove_stale_sockets, socket_folder
 from plait_serving.deployments.ray_internals import known_replicas
 
 _log = logging.getLogger(__name__)
@@ -92,14 +95,29 @@ def host_id() -> str:
         return socket.gethostname()
 
 
+def this_replica(addresses: tuple[str, ...], secret: bytes, *, channels: int, start_s: float) -> Replica:
+    """Return what Serve tells others of the replica that this process is. For our own processes only."""
+    return Replica(
+        name=str(serve.get_replica_context().replica_id.to_full_id_str()),
+        host=host_id(),
+        addresses=addresses,
+        secret=secret,
+        channels=channels,
+        pid=os.getpid(),
+        start_s=start_s,
+    )
+
+
 def open_listeners(
-    secret: bytes, *, kind: str, ip_address: str, folder: Path, between_hosts: str = "tcp"
+    secret: bytes, *, kind: str, ip_address: str | None = None, folder: Path | None = None, between_hosts: str = "tcp"
 ) -> list[Listener]:
-    """Listen on shared memory for clients on this machine (where that works) and on TCP for all others.
+    """Listen on shared memory for clients on this machine (where that works) and on TCP for all others. Unset: the
+    address of this node, and the folder of this user's sockets.
 
     `kind`: lower-case letters, the first word of the socket's name. `between_hosts` "nixl": on that too, for clients
     that have NIXL. Raises `Unsupported` if this process lacks it.
     """
+    folder, ip_address = folder or socket_folder(), ip_address or ray.util.get_node_ip_address()
     remove_stale_sockets(folder)
     listeners: list[Listener] = []
     try:

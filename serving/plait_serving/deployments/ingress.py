@@ -57,8 +57,12 @@ class Ingress:
         self._images = None if engine is None else HandleImageService(engine, controlnets)
         self._settings = settings
         self._routers = routers
-        with importing():
-            self._ranking = _ranking_service(ranking or {})
+        self._ranking: LocalRankingService | None = None
+        if ranking:  # an image-only server does without torch
+            with importing():
+                from plait_serving.deployments.ranking.service import RemoteRankingService
+
+            self._ranking = RemoteRankingService(ranking)
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
         self._user_config = dict(given_knobs())
@@ -66,7 +70,7 @@ class Ingress:
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(make=_handle_of_this_deployment)
-        self._desk = SharedDesk(AllReplicas(make=_handle_of_this_deployment))
+        self._desk = SharedDesk(self._ingresses)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change."""
@@ -116,19 +120,21 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
         """Return the ASGI application; Serve calls this after the constructor."""
         with importing():
-            from plait_serving.http.app import create_app
+            from plait_serving.http.app import app_from_context
 
-            app = create_app(
-                self._images,
-                self._settings(),
+            self._context = RouteContext(
+                images=self._images,
+                settings=self._settings(),
                 ranking=self._ranking,
-                routers=() if self._routers is None else self._routers(self._user_config),
-                lifespan=None if self._direct is None else self._answer_directly,
                 neighbours=self._neighbours,
                 nodes=self._nodes.families,
                 desk=self._desk,
             )
-        self._context = app.state.context
+            app = app_from_context(
+                self._context,
+                routers=() if self._routers is None else self._routers(self._user_config),
+                lifespan=None if self._direct is None else self._answer_directly,
+            )
         return self._answers.count(without_request_id(app))
 
     def _answer_directly(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
@@ -170,15 +176,6 @@ def _checkpoint_key(tenant: str) -> str:
     from ray import serve
 
     return f"plait-a1111:{serve.get_replica_context().app_name}:{tenant}"
-
-
-def _ranking_service(models: Mapping[str, RankModel]) -> LocalRankingService | None:
-    """Return the ranking service; None on an image-only server, which does without torch."""
-    if not models:
-        return None
-    from plait_serving.deployments.ranking.service import RemoteRankingService
-
-    return RemoteRankingService(models)
 
 
 class OpenResponses:

@@ -2,18 +2,17 @@
 
 The process that builds the application (the command, Serve's builder task) needs no torch; importing it there would
 cost some seconds and half a gigabyte. So each deployment that holds a model is a `LazyReplica`: it names the class
-that it stands for and, as a protocol, the methods that Serve and other replicas call. Serve looks methods up on the
-class, so each of them becomes a real method that forwards the call.
+that it stands for and the methods that other replicas call. Serve looks methods up on the class, so each of them
+becomes a real method that forwards the call.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
-from functools import wraps
+from contextlib import aclosing
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from plait_deploy.on_ray.replica_location import whereabouts
 from plait_serving.deployments.process import choose_omp_wait, unset_ray_threads
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class LazyReplica:
-    """Stands for another class: imports it in the replica, makes one, and forwards every method of the protocol.
+    """Stands for another class: imports it in the replica, makes one, and forwards what is called on it.
 
-    A subclass sets `target="module:Class"`, `methods=` to the protocol, and `streams` to the methods that stream.
+    A subclass sets `target="module:Class"`, `calls` to its coroutines, and `streams` to its methods that stream.
     """
 
     target: ClassVar[str]
     """The class that it stands for, as `module:Class`."""
 
-    def __init_subclass__(cls, *, target: str, methods: type, streams: tuple[str, ...] = ()) -> None:
+    def __init_subclass__(cls, *, target: str, calls: tuple[str, ...], streams: tuple[str, ...] = ()) -> None:
         cls.target = target
-        for name, method in inspect.getmembers(methods, inspect.isfunction):
-            if not name.startswith("_"):
-                setattr(cls, name, _passed_on(name, method, is_stream=name in streams))
+        for names, forward in ((calls, _call), (streams, _stream)):
+            for name in names:
+                setattr(cls, name, forward(name))
 
     def __init__(self, *args: Any, omp_wait: OmpWait = "default", **kwargs: Any) -> None:
         """Import and construct the target; raises whatever its constructor raises. `omp_wait` and Ray's threads must be
@@ -47,6 +46,14 @@ class LazyReplica:
         with importing():
             target = getattr(import_module(module), name)
         self._inner = target(*args, **kwargs)
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Apply new knobs."""
+        self._inner.reconfigure(user_config)
+
+    def check_health(self) -> None:
+        """Raise if the replica should be replaced."""
+        self._inner.check_health()
 
     async def whereabouts(self) -> dict[str, float]:
         """Return the node of this replica, and its devices there."""
@@ -63,109 +70,26 @@ class LazyReplica:
             self._inner.__del__()
 
 
-def _passed_on(name: str, method: Callable[..., Any], *, is_stream: bool) -> Callable[..., Any]:
-    """Return a method of the same kind, since Serve treats plain, async and generator methods differently."""
-    if is_stream:
+def _call(name: str) -> Callable[..., Any]:
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._inner, name)(*args, **kwargs)
 
-        @wraps(method)
-        async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-            items = getattr(self._inner, name)(*args, **kwargs)
-            try:
-                async for item in items:
-                    yield item
-            finally:
-                await items.aclose()
-
-        return stream
-    if inspect.iscoroutinefunction(method):
-
-        @wraps(method)
-        async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return await getattr(self._inner, name)(*args, **kwargs)
-
-        return call
-
-    @wraps(method)
-    def call_at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._inner, name)(*args, **kwargs)
-
-    return call_at_once
+    return call
 
 
-class ReplicaMethods(Protocol):
-    """What Serve calls on every replica that holds a model."""
+def _stream(name: str) -> Callable[..., Any]:
+    async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async with aclosing(getattr(self._inner, name)(*args, **kwargs)) as items:
+            async for item in items:
+                yield item
 
-    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Apply new knobs."""
-
-    def check_health(self) -> None:
-        """Raise if the replica should be replaced."""
-
-
-class EngineMethods(ReplicaMethods, Protocol):
-    """What the ingress calls on a base model's replica."""
-
-    def generate(self, request: Any) -> AsyncGenerator[Any, None]:
-        """Yield the request's events."""
-
-    def catalog(self, known: str) -> AsyncGenerator[Any, None]:
-        """Yield what can be requested now, in pieces."""
-
-    async def refused(self) -> Mapping[str, str]:
-        """Return why models are not served, by name."""
-
-    async def rest(self, model: str, asleep: bool) -> None:  # Serve passes arguments by place
-        """Let a model's weights leave memory, or bring them back."""
-
-    async def health(self) -> Any:
-        """Return whether the replica would answer now."""
-
-    async def metric_families(self) -> Any:
-        """Return the metrics and the replica's name."""
-
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Return by what requests are sent here."""
-
-    async def drain(self, drain_s: float) -> None:
-        """Refuse new requests and finish those that run."""
-
-
-class ControlNetMethods(ReplicaMethods, Protocol):
-    """What base replicas call on a ControlNet's replica; tensors go over the fabric."""
-
-    async def describe(self) -> Any:
-        """Return this replica's addresses and secret."""
-
-    async def metric_families(self) -> Any:
-        """Return the metrics and the replica's name."""
-
-
-class RankWorkerMethods(ReplicaMethods, Protocol):
-    """What the ingress and other workers call on a ranking worker; requests go over the fabric."""
-
-    async def describe(self) -> Any:
-        """Return this replica's addresses and secret."""
-
-    async def why_not_ready(self) -> str | None:
-        """Return what is missing to answer a request now, if anything."""
-
-    async def metric_families(self) -> Any:
-        """Return the metrics and the replica's name."""
-
-    async def stage_update(self, folder: str) -> Exception | None:
-        """Stage an update; return the error, if any."""
-
-    async def switch_version(self, version: str) -> Exception | None:
-        """Switch to the version; return the error, if any."""
-
-    async def drain(self, drain_s: float) -> None:
-        """Refuse new requests and finish those that run."""
+    return stream
 
 
 class LazyEngine(
     LazyReplica,
     target="plait_serving.deployments.images.engine:EngineReplica",
-    methods=EngineMethods,
+    calls=("refused", "rest", "health", "metric_families", "record_routing_stats", "drain"),
     streams=("generate", "catalog"),
 ):
     """A lazily built replica of a base model."""
@@ -174,17 +98,17 @@ class LazyEngine(
 class LazyControlNet(
     LazyReplica,
     target="plait_serving.deployments.images.controlnet:ControlNetDeployment",
-    methods=ControlNetMethods,
+    calls=("describe", "metric_families"),
 ):
-    """A lazily built replica of a ControlNet."""
+    """A lazily built replica of a ControlNet; tensors go over the fabric."""
 
 
 class LazyRankWorker(
     LazyReplica,
     target="plait_serving.deployments.ranking.worker:RankWorker",
-    methods=RankWorkerMethods,
+    calls=("describe", "why_not_ready", "metric_families", "stage_update", "switch_version", "drain"),
 ):
-    """A lazily built CN, HN or whole worker of a ranking model."""
+    """A lazily built CN, HN or whole worker of a ranking model; requests go over the fabric."""
 
 
 LAZY = {of.target: of for of in (LazyEngine, LazyControlNet, LazyRankWorker)}

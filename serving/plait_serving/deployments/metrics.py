@@ -20,6 +20,15 @@ _KEPT_S = 60.0
 """For how long the gauges of a replica that is too busy to answer are shown as they were last."""
 
 
+def ask_all(handle: Any, method: str, *arguments: Any, timeout_s: float | None) -> list[Any]:
+    """Return what the method returns, or raises, at each replica; nothing if there is none. Blocks."""
+    try:
+        return list(handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True))
+    except Exception as error:  # Ray's and Serve's errors have no common base
+        _log.debug("no replica answers %s: %s", method, error)
+        return []
+
+
 class AllReplicas:
     """Asks every replica of a deployment for its `metric_families`; whoever asks meanwhile gets the same answers.
 

@@ -6,15 +6,15 @@ plan wants it; so requests go only where replicas were seen, and broadcasts go t
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
-_log = logging.getLogger(__name__)
+from plait_serving.deployments.metrics import ask_all
 
 _LOOK_S = 1.0
 _ANSWER_S = 1.0
@@ -36,14 +36,23 @@ class PlacedHandle:
         """Return a handle with these options."""
         return PlacedHandle({of: handle.options(**options) for of, handle in self._handles.items()}, seen=self._known())
 
-    def broadcast(self, method: str, *arguments: Any) -> _Answers:
-        """Call the method on every replica of every deployment."""
-        return _Answers(self._handles, method, arguments)
+    def broadcast(self, method: str, *arguments: Any) -> SimpleNamespace:
+        """Call the method on every replica of every deployment; those without replicas have no answers."""
 
-    def __getattr__(self, method: str) -> _Method:
+        def results(*, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
+            found = _by_class(self._handles, method, arguments, timeout_s=timeout_s)
+            answers = [answer for each in found.values() for answer in each]
+            for error in answers if not return_exceptions else ():
+                if isinstance(error, BaseException):
+                    raise error
+            return answers
+
+        return SimpleNamespace(results=results)
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
         if method.startswith("_"):
             raise AttributeError(method)
-        return _Method(self._choose, method)
+        return SimpleNamespace(remote=lambda *arguments: getattr(self._choose(), method).remote(*arguments))
 
     def _known(self) -> _LastSeen:
         if self._seen is None:
@@ -52,17 +61,6 @@ class PlacedHandle:
 
     def _choose(self) -> Any:
         return self._handles[self._known().choose()]
-
-
-class _Method:
-    """What `handle.method` is; only `remote` of it."""
-
-    def __init__(self, choose: Callable[[], Any], method: str) -> None:
-        self._choose, self._method = choose, method
-
-    def remote(self, *arguments: Any) -> Any:
-        """Call a replica."""
-        return getattr(self._choose(), self._method).remote(*arguments)
 
 
 class _LastSeen:
@@ -91,35 +89,10 @@ class _LastSeen:
             time.sleep(_LOOK_S)
 
 
-class _Answers:
-    """What `broadcast` returns."""
-
-    def __init__(self, handles: Mapping[str, Any], method: str, arguments: Sequence[Any]) -> None:
-        self._handles, self._method, self._arguments = handles, method, arguments
-
-    def results(self, *, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
-        """Return all answers; those of a deployment without replicas are none."""
-        found = _by_class(self._handles, self._method, self._arguments, timeout_s=timeout_s)
-        answers = [answer for each in found.values() for answer in each]
-        if not return_exceptions:
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
-        return answers
-
-
 def _by_class(
     handles: Mapping[str, Any], method: str, arguments: Sequence[Any], *, timeout_s: float | None
 ) -> dict[str, list[Any]]:
     """Ask all deployments at once."""
-
-    def ask(handle: Any) -> list[Any]:
-        try:
-            response = handle.broadcast(method, *arguments)
-            return list(response.results(timeout_s=timeout_s, return_exceptions=True))
-        except Exception as error:  # no replica, or none in time; Ray's and Serve's errors have no common base
-            _log.debug("a deployment without replicas: %s", error)
-            return []
-
     with ThreadPoolExecutor(max(1, len(handles))) as threads:
-        return dict(zip(handles, threads.map(ask, handles.values()), strict=True))
+        found = threads.map(lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), handles.values())
+        return dict(zip(handles, found, strict=True))

@@ -14,6 +14,7 @@ from prometheus_client import Metric
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_deploy.on_ray.replica_location import CPUS, GPUS
+from plait_serving.deployments.metrics import ask_all
 
 _log = logging.getLogger(__name__)
 
@@ -33,25 +34,22 @@ class NodeGauges:
     ) -> None:
         self._handles = handles
         self._nodes, self._clock = nodes, clock
-        self._thread = ThreadPoolExecutor(1, "plait-nodes")
-        self._asking: asyncio.Future[list[Metric]] | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._families, self._asked_s = gauges((), (), {}), float("-inf")
 
     async def families(self) -> Sequence[Metric]:
         """Return the gauges as they were last; without a GPU their families are empty."""
-        if self._handles and self._asking is None and self._clock() - self._asked_s >= _KEPT_S:
-            self._asking = asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
-            self._asking.add_done_callback(self._answered)
+        is_asking = self._asking is not None and not self._asking.done()
+        if self._handles and not is_asking and self._clock() - self._asked_s >= _KEPT_S:
+            self._asking = asyncio.create_task(self._look())
         return self._families
 
-    def _answered(self, asking: asyncio.Future[list[Metric]]) -> None:
-        self._asking, self._asked_s = None, self._clock()
-        if asking.cancelled():
-            return
-        if (error := asking.exception()) is not None:
+    async def _look(self) -> None:
+        try:
+            self._families = await asyncio.to_thread(self._ask)
+        except Exception as error:
             _log.warning("the GPUs of the nodes are not known: %s", error)
-            return
-        self._families = asking.result()
+        self._asked_s = self._clock()
 
     def _ask(self) -> list[Metric]:
         nodes = living_nodes(self._nodes())
@@ -74,9 +72,5 @@ class NodeGauges:
 
 
 def _whereabouts(handle: Any) -> list[Mapping[str, float]]:
-    try:
-        answers = handle.broadcast("whereabouts").results(timeout_s=_ANSWER_S, return_exceptions=True)
-    except Exception as error:  # it has no replica now; Ray's and Serve's errors have no common base
-        _log.debug("no replica says where it is: %s", error)
-        return []
+    answers = ask_all(handle, "whereabouts", timeout_s=_ANSWER_S)
     return [answer for answer in answers if isinstance(answer, Mapping)]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from plait_serving.http.edge.errors import ApiError, wire_error
+from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.request_id import accepted_id, set_id
 
 _HEAD_S = 10.0
@@ -122,7 +122,7 @@ class PromptHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer, unless an answer has begun, and close; for the application its client has gone."""
         if not self.cycle.response_started:
-            answer = wire_error(error).response(self.cycle.scope["path"])
+            answer = error.response(self.cycle.scope["path"])
             answer.headers["x-request-id"] = accepted_id(dict(self.cycle.scope))
             head = [b"%s: %s\r\n" % pair for pair in (*answer.raw_headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[answer.status_code], *head, b"\r\n", bytes(answer.body)]))

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.deployments.ray_internals import replace_proxy_queue
-from plait_serving.http.edge.errors import ApiError, wire_error
+from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.repeating import RepeatMiddleware
 from plait_serving.http.edge.request_id import accepted_id
@@ -78,7 +78,7 @@ class OwnRoutesMiddleware:
         try:
             await self._checked(scope, receive, send)
         except ApiError as error:
-            await wire_error(error).response(scope["path"])(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
 
 
 class AnsweringMiddleware:
@@ -114,9 +114,9 @@ class AnsweringMiddleware:
                 raise
             _log.exception("request %s had no answer, or no end", request_id)
         if has_open_events:  # of which each message has whole ones
-            await send({"type": "http.response.body", "body": error_event(wire_error(_LOST).body), "more_body": False})
+            await send({"type": "http.response.body", "body": error_event(_LOST.body), "more_body": False})
         elif not has_begun:
-            answer = wire_error(_LOST).response(scope["path"])
+            answer = _LOST.response(scope["path"])
             answer.headers["x-request-id"] = request_id
             await answer(scope, receive, send)
 

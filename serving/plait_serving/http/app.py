@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
-from prometheus_client import Metric
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,7 +22,6 @@ from plait_serving.diffusion.values import NAME_PATTERN
 from plait_serving.http import document, models, operations
 from plait_serving.http.a1111 import routes as a1111
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
-from plait_serving.http.desk import Desk
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
@@ -34,10 +31,9 @@ from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
 from plait_serving.http.images import control_map, results
 from plait_serving.http.images import routes as images
-from plait_serving.http.images.schemas import EditBody, GenerationBody
+from plait_serving.http.images.schemas import EditBody
 from plait_serving.http.page import routes as page
 from plait_serving.images.service import ImageService
-from plait_serving.replica_metrics import ReplicaMetrics
 from plait_serving.spelling import choice_hint, fields_at, hint, plain
 
 if TYPE_CHECKING:
@@ -104,17 +100,9 @@ def create_app(
     *,
     ranking: LocalRankingService | None = None,
     routers: Sequence[APIRouter] = (),
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-    neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None,
-    nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None,
-    desk: Desk | None = None,
 ) -> FastAPI:
-    """Return the application, with only the routes of what is given, and any additional `routers`. FastAPI's own
-    documentation pages are off: they load scripts from a CDN; `page` has one that does not."""
-    context = RouteContext(
-        images=images, settings=settings, ranking=ranking, neighbours=neighbours, nodes=nodes, desk=desk or Desk()
-    )
-    return app_from_context(context, routers=routers, lifespan=lifespan)
+    """Return the application of a server in one process."""
+    return app_from_context(RouteContext(images=images, settings=settings, ranking=ranking), routers=routers)
 
 
 def app_from_context(
@@ -123,7 +111,8 @@ def app_from_context(
     routers: Sequence[APIRouter] = (),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Build the application like `create_app`, for tests that fix the clock or the seeds."""
+    """Return the application, with only the routes of what is given, and any additional `routers`. FastAPI's own
+    documentation pages are off: they load scripts from a CDN; `page` has one that does not."""
     app = _App(
         title="plait",
         version=installed_version(),
@@ -200,42 +189,23 @@ async def _http_error(request: Request, error: Exception) -> Response:
     routes = request.app.openapi()["paths"] if error.status_code in (404, 405) else {}
     taken = f"; it takes {', '.join(routes[request.url.path]).upper()}" if request.url.path in routes else ""
     message, code = {
-        400: ("the body could not be read as JSON", "invalid_json"),
         404: (f"there is no route {where}{hint(request.url.path, routes)}", "unknown_route"),
         405: (f"{where} is not allowed{taken}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "http_error"))
-    api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
-    return wire_error(api_error).response(request.url.path)
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.url.path)
 
 
 async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    path = request.url.path
-    body = _body_of(path, request.app.state.context)
-    return wire_error(validation_error(error.errors(), body=body)).response(path)
+    declared = request.scope["route"].body_field  # edits read theirs themselves
+    body = EditBody if declared is None else declared.field_info.annotation
+    return validation_error(error.errors(), body).response(request.url.path)
 
 
-_BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
-    {"/v1/images/edits": EditBody, control_map.PATH: control_map.ControlMapBody}
-)
-
-
-def _body_of(path: str, context: RouteContext) -> type[BaseModel]:
-    if context.ranking is not None:
-        from plait_serving.http.ranking.rank_body import RecommendBody
-        from plait_serving.http.ranking.recommend import PATH
-
-        if path == PATH:
-            return RecommendBody
-    return _BODIES.get(path, GenerationBody)
-
-
-def validation_error(errors: Sequence[Any], *, body: type[BaseModel] = GenerationBody) -> ApiError:
+def validation_error(errors: Sequence[Any], body: type[BaseModel]) -> ApiError:
     """Return the first of pydantic's errors as a 400 with a dotted `param`; the message counts the others. `body`: what
     was to be read, for hints."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     path = [str(part) for part in first["loc"]]
     if path[:1] in (["body"], ["query"]):  # where it was; a field may be called so, too
         path = path[1:]

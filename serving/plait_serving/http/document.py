@@ -12,6 +12,7 @@ from typing import Any
 
 from plait_serving.http.edge.auth import is_open
 from plait_serving.http.edge.errors import V2, ErrorBody
+from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.http.edge.request_id import ACCEPTED
 
 _METHODS = ("get", "post", "put", "patch", "delete")
@@ -32,40 +33,8 @@ _MEANINGS = {
     504: "The deadline passed, or cannot be met.",
 }
 
-_ANYWHERE = (401, 403, 413, 414, 429, 500)
-_NOT_BELOW_V2 = (415,)
-_MODEL = "/v2/models/{model}"
-
-_MORE: Mapping[str, tuple[int, ...]] = {
-    "get /health": (400,),
-    "post /v1/images/generations": (400, 404, 422, 503, 504),
-    "post /v1/images/edits": (400, 404, 422, 503, 504),
-    "get /v1/models": (503,),
-    "get /v1/models/{model_id}": (404, 503),
-    "post /v1/models/{model_id}/sleep": (404, 503),
-    "post /v1/models/{model_id}/wake": (404, 503),
-    "get /v1/loras": (503,),
-    "get /v1/controlnets": (503,),
-    "post /v1/images/control_maps": (400, 404, 503),
-    "get /v1/images/results/{name}": (404, 503),
-    "get /v1/status": (503,),
-    "post /v1/recommend": (400, 404, 503, 504),
-    "post /v2/repository/models/{model}/load": (400, 404, 503),
-    "post /v1/tuning/jobs": (400, 503),
-    "get /v1/tuning/jobs": (503,),
-    "get /v1/tuning/jobs/{job_id}": (404, 503),
-    "post /v1/tuning/jobs/{job_id}/cancel": (404, 409, 503),
-    "get /v1/tuning/jobs/{job_id}/events": (400, 404, 503),
-    "get /v1/tuning/jobs/{job_id}/report": (404, 503),
-}
-"""What else an operation can answer. Those on a model have the same with a version in their path."""
-
-_OF_A_MODEL: Mapping[str, tuple[int, ...]] = {
-    "post /infer": (400, 404, 503, 504),
-    "get /example": (400, 404, 503),
-    "get /ready": (404,),
-    "get ": (404, 503),
-}
+_ANYWHERE = (403, 413, 414, 429, 500)
+"""What any operation can answer."""
 
 _SQUARE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQAAAACCEkxzAAAAFElEQVR42mP8zwABTAyjjFEGyQwAzx8Bf7QK4E8AAAAASUVORK5CYII="
 """A white PNG of 64x64."""
@@ -107,10 +76,10 @@ def complete(document: dict[str, Any], examples: Mapping[str, Any], names: Mappi
     components["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "needed only where the server has keys"}
     }
-    for path, method, operation in _operations(document):
+    for path, operation in _operations(document):
         if not is_open(path):
             operation.setdefault("security", [{"key": []}, {}])
-        operation["responses"] = _responses(path, method, operation.get("responses", {}))
+        operation["responses"] = _responses(path, operation)
         for parameter in operation.get("parameters", ()):
             if parameter["in"] == "path" and "anyOf" in parameter["schema"]:
                 parameter["schema"] = parameter["schema"]["anyOf"][0]
@@ -123,11 +92,9 @@ def complete(document: dict[str, Any], examples: Mapping[str, Any], names: Mappi
             body["content"]["application/json"]["example"] = example
 
 
-def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for path, item in document.get("paths", {}).items():
-        for method in _METHODS:
-            if method in item:
-                yield path, method, item[method]
+        yield from ((path, item[method]) for method in _METHODS if method in item)
 
 
 def _error_schemas() -> dict[str, Any]:
@@ -137,10 +104,11 @@ def _error_schemas() -> dict[str, Any]:
     return {"ErrorBody": error, "ErrorDetail": detail, "ErrorMessage": {"title": "ErrorMessage", **message}}
 
 
-def _responses(path: str, method: str, known: Mapping[str, Any]) -> dict[str, Any]:
+def _responses(path: str, operation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operation's answers: its own ones but for the placeholders of FastAPI, and the errors."""
+    known = operation.get("responses", {})
     found = {code: answer for code, answer in known.items() if code.isdigit() and code != "422"}
-    for status in _statuses(path, method):
+    for status in _statuses(path, operation):
         found.setdefault(str(status), _error(status, below_v2=path == V2 or path.startswith(V2 + "/")))
     for answer in found.values():
         answer["headers"] = {**_REQUEST_ID, **answer.get("headers", {})}
@@ -150,15 +118,22 @@ def _responses(path: str, method: str, known: Mapping[str, Any]) -> dict[str, An
     return dict(sorted(found.items()))
 
 
-def _statuses(path: str, method: str) -> set[int]:
-    found = {status for status in _ANYWHERE if status != 401 or not is_open(path)}
-    if not path.startswith(V2):
-        found.update(_NOT_BELOW_V2)
-    found.update(_MORE.get(f"{method} {path}", ()))
-    if path.startswith(_MODEL):
-        rest = path.removeprefix(_MODEL).removeprefix("/versions/{version}")
-        found.update(_OF_A_MODEL.get(f"{method} {rest}", ()))
-    return found
+def _statuses(path: str, operation: Mapping[str, Any]) -> set[int]:
+    """Return what an operation can answer beside what it says itself: it follows from what it takes and does."""
+    is_read = "requestBody" in operation or any(it["in"] != "path" for it in operation.get("parameters", ()))
+    makes_images = path in IMAGE_PATHS
+    waits = makes_images or path == "/v1/recommend" or path.endswith("/infer")
+    rules = {
+        400: is_read or path.endswith("/events"),  # which read `last-event-id`
+        401: not is_open(path),
+        404: "{" in path or waits or path.startswith("/v1/images/"),
+        409: path.endswith("/cancel"),
+        415: not path.startswith(V2),
+        422: makes_images,
+        503: (path.startswith("/v1/") and path != "/v1/words") or "{model}" in path,
+        504: waits,
+    }
+    return {*_ANYWHERE, *(status for status, holds in rules.items() if holds)}
 
 
 def _error(status: int, *, below_v2: bool) -> dict[str, Any]:

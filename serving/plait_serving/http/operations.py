@@ -184,27 +184,18 @@ class StatusResponse(BaseModel):
     rankings_made: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Sums of samples by name, and the largest by the value of each label."""
-
-    sums: Mapping[str, float]
-    labels: Mapping[str, Mapping[str, float]]
-
-
 @router.get("/v1/status", summary="Replicas, queue and what is resident")
 async def status(context: ContextDep) -> StatusResponse:
     """Return how the server is. What does not answer within a second counts as 0."""
     health = await context.health()
     gathered = await gather(context)
-    found = _read(gathered.families)
-    number = found.sums
+    number, labels = _read(gathered.families)
     return StatusResponse(
         version=installed_version(),
         ready=health.ready,
         reason=health.reason,
         services=gathered.is_up,
-        instruction_sets=sorted(found.labels["plait_host_instruction_set"]) or [instruction_set()],
+        instruction_sets=sorted(labels["plait_host_instruction_set"]) or [instruction_set()],
         replicas=ReplicasStatus(
             ingress=int(number["plait_ingress_replicas"]), engine=int(number["plait_engine_replicas"])
         ),
@@ -214,18 +205,19 @@ async def status(context: ContextDep) -> StatusResponse:
             compute_s=number["plait_engine_queued_compute_seconds"],
         ),
         resident=ResidentStatus(
-            models=sorted(name for name, count in found.labels["plait_model_resident"].items() if count),
+            models=sorted(name for name, count in labels["plait_model_resident"].items() if count),
             model_bytes=int(number["plait_models_resident_bytes"]),
             loras=int(number["plait_lora_cache_resident"]),
             lora_bytes=int(number["plait_lora_cache_resident_bytes"]),
-            prepared=sorted(found.labels["plait_engine_prepared"]),
+            prepared=sorted(labels["plait_engine_prepared"]),
         ),
         images_made=int(number["plait_images_total"]),
         rankings_made=int(number["plait_rank_duration_seconds_count"]),
     )
 
 
-def _read(families: Iterable[Metric]) -> _Read:
+def _read(families: Iterable[Metric]) -> tuple[Mapping[str, float], Mapping[str, Mapping[str, float]]]:
+    """Return sums of samples by name, and the largest by the value of each label."""
     sums: dict[str, float] = defaultdict(float)
     labels: dict[str, dict[str, float]] = defaultdict(dict)
     for each in families:
@@ -233,4 +225,4 @@ def _read(families: Iterable[Metric]) -> _Read:
             sums[sample.name] += sample.value
             for value in (value for key, value in sample.labels.items() if key != REPLICA):
                 labels[sample.name][value] = max(sample.value, labels[sample.name].get(value, 0.0))
-    return _Read(sums, labels)
+    return sums, labels

@@ -10,10 +10,11 @@ from __future__ import annotations
 import binascii
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageFilter, ImageOps, PngImagePlugin
@@ -21,8 +22,6 @@ from PIL import Image, ImageFilter, ImageOps, PngImagePlugin
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.values import GreyImage, RgbImage
 from plait_serving.images.trimming import trimmed
-
-T = TypeVar("T")
 
 
 class OutputFormat(StrEnum):
@@ -92,26 +91,20 @@ def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper =
 
     Transparent pixels are laid on `paper`; 16-bit grey is scaled to 8 bits. Raises `RequestError` naming `param`.
     """
-
-    def rgb(image: Image.Image, orientation: int) -> RgbImage:
+    with _opened(raw, param=param, limits=limits) as (image, orientation):
         return np.array(_to_rgb(_upright(image, orientation), paper), dtype=np.uint8)
-
-    return _opened(raw, rgb, param=param, limits=limits)
 
 
 def decode_layers(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[RgbImage, GreyImage | None]:
     """Decode like `decode_image`, on white, and return how transparent the pixels are, too: `uint8 (H, W)`, 255 where
     nothing is seen of a pixel; None if no pixel is at least half transparent."""
-
-    def layers(pil_image: Image.Image, orientation: int) -> tuple[RgbImage, GreyImage | None]:
+    with _opened(raw, param=param, limits=limits) as (pil_image, orientation):
         image = _upright(pil_image, orientation)
         rgb = np.array(_to_rgb(image, "white"), dtype=np.uint8)
         if image.mode.startswith("I") or not image.has_transparency_data:
             return rgb, None
         clear = 255 - np.array(image.convert("RGBA").getchannel("A"), dtype=np.uint8)
         return rgb, clear if clear.max() >= 128 else None
-
-    return _opened(raw, layers, param=param, limits=limits)
 
 
 def decode_mask(raw: bytes, *, param: str, limits: DecodeLimits) -> GreyImage:
@@ -123,12 +116,9 @@ def decode_mask(raw: bytes, *, param: str, limits: DecodeLimits) -> GreyImage:
 
 def image_size(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[int, int]:
     """Return width and height of an image, upright, without decoding a pixel. Raises like `decode_image`."""
-
-    def upright(image: Image.Image, orientation: int) -> tuple[int, int]:
+    with _opened(raw, param=param, limits=limits) as (image, orientation):
         width, height = image.size
         return (height, width) if orientation >= _LYING else (width, height)
-
-    return _opened(raw, upright, param=param, limits=limits)
 
 
 def painted_mask(
@@ -148,29 +138,23 @@ def painted_mask(
     return out.getvalue()
 
 
-def _opened(raw: bytes, use: Callable[[Image.Image, int], T], *, param: str, limits: DecodeLimits) -> T:
-    """Return what `use` makes of the first frame and its orientation."""
+@contextmanager
+def _opened(raw: bytes, *, param: str, limits: DecodeLimits) -> Iterator[tuple[Image.Image, int]]:
+    """Open the first frame, and tell its orientation; whatever goes wrong with it in the context is the sender's."""
     try:
         file, orientation = trimmed(raw, param=param)
         with Image.open(io.BytesIO(file), formats=INPUT_FORMATS) as pil_image:
-            _check_size(pil_image.size, param=param, limits=limits)
-            return use(pil_image, orientation)
+            width, height = pil_image.size
+            if width * height > limits.max_pixels or max(width, height) > limits.max_edge_px:
+                most = f"{limits.max_pixels} pixels and {limits.max_edge_px} along an edge"
+                raise RequestError(f"the image is {width}x{height}; at most {most} are accepted", param=param)
+            yield pil_image, orientation
     except RequestError:
         raise
     except Image.DecompressionBombError as error:
         raise RequestError("the image has too many pixels", param=param) from error
     except Exception as error:  # Pillow raises a dozen types for broken files; none of them is ours
         raise RequestError("not a readable PNG, JPEG or WebP image", param=param) from error
-
-
-def _check_size(size: tuple[int, int], *, param: str, limits: DecodeLimits) -> None:
-    width, height = size
-    if width * height > limits.max_pixels or max(width, height) > limits.max_edge_px:
-        raise RequestError(
-            f"the image is {width}x{height}; at most {limits.max_pixels} pixels and "
-            f"{limits.max_edge_px} along an edge are accepted",
-            param=param,
-        )
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

@@ -21,10 +21,10 @@ from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.file_kinds import SUFFIX, no_single_file, stem_of, why_unread
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
-from plait_serving.sections import FolderPath, GpuShare, Name, Replicas, Replicated, Section, ServedName
+from plait_serving.sections import FolderPath, GpuShare, Name, Replicas, Replicated, Section, ServedName, folder_of
 from plait_serving.spelling import hint
 from plait_serving.starter.manifest import WEIGHTS
-from plait_serving.starter.preprocess import PREPROCESSORS
+from plait_serving.starter.preprocess import Preprocessor
 
 STARTER_MODEL = "emoji"
 """The model that ships with plait; its folder is `plait_serving/starter/weights`."""
@@ -77,13 +77,6 @@ class LorasSection(Section):
         return self
 
 
-def _known_preprocessor(name: str) -> str:
-    """Check a preprocessor's name. Raises ValueError that names those that there are."""
-    if name not in PREPROCESSORS:
-        raise ValueError(f"must be {' or '.join(map(repr, PREPROCESSORS))}")
-    return name
-
-
 class ControlNetSection(Replicated):
     """One ControlNet: its diffusers folder, and the number of replicas of its deployment."""
 
@@ -91,10 +84,7 @@ class ControlNetSection(Replicated):
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
     num_cpus: CoreBudget = None
     num_gpus: GpuShare = None
-    preprocessor: Annotated[
-        Annotated[str, AfterValidator(_known_preprocessor)] | None,
-        Field(description="turns an ordinary image into the control map"),
-    ] = None
+    preprocessor: Annotated[Preprocessor | None, Field(description="makes the control map of an ordinary image")] = None
 
 
 class ResultsSection(Section):
@@ -256,22 +246,26 @@ class BaseSource:
             )
 
 
-def _rebased(source: Any, folder: Path) -> Any:
-    if isinstance(source, str) and source.startswith(("./", "../")):
-        return str((Path(folder) / source).resolve())
-    if isinstance(source, str) and source.startswith("~"):
-        return str(Path(expanduser(source)))
-    return source
+def _rebased(source: str, info: ValidationInfo) -> str:
+    """Resolve a model that is spelled as a relative path (./x, ../x) relative to the file."""
+    folder = folder_of(info)
+    if folder is not None and source.startswith(("./", "../")):
+        return str((folder / source).resolve())
+    return expanduser(source) if source.startswith("~") else source
+
+
+ModelSource = Annotated[str, AfterValidator(_rebased)]
 
 
 class ImagesSection(Replicated):
     """Base models with their ControlNets and LoRAs."""
 
     model: Annotated[
-        str, Field(description="'emoji' (ships with plait), a diffusers folder, a .safetensors file, or a hub id")
+        ModelSource,
+        Field(description="'emoji' (ships with plait), a diffusers folder, a .safetensors file, or a hub id"),
     ] = STARTER_MODEL
     models: Annotated[
-        dict[Name, str | SingleFileSection] | None,
+        dict[Name, ModelSource | SingleFileSection] | None,
         Field(description="several by name: 'emoji', a folder, a file, or owner/name@commit; the first is the default"),
     ] = None
     models_folder: Annotated[
@@ -321,18 +315,6 @@ class ImagesSection(Replicated):
     num_cpus: CoreBudget = None
     num_gpus: GpuShare = None
     knobs: EngineKnobs = EngineKnobs()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rebase_models(cls, data: Any, info: ValidationInfo) -> Any:
-        """Resolve models that are spelled as relative paths (./x, ../x) relative to the file."""
-        folder = (info.context or {}).get("folder") if isinstance(info.context, dict) else None
-        if not isinstance(data, dict) or folder is None:
-            return data
-        changed = {key: _rebased(data[key], folder) for key in ("model",) if key in data}
-        if isinstance(models := data.get("models"), dict):
-            changed["models"] = {name: _rebased(source, folder) for name, source in models.items()}
-        return {**data, **changed}
 
     @model_validator(mode="after")
     def _models_are_known(self) -> Self:
@@ -404,7 +386,8 @@ class ImagesSection(Replicated):
         if not self.starters or not root.is_dir():
             return {}
         folders = sorted(folder for folder in root.iterdir() if (folder / "config.json").is_file())
-        return {folder.name: ControlNetSection(folder=folder, preprocessor=folder.name) for folder in folders}
+        made = {folder.name: {"folder": folder, "preprocessor": folder.name} for folder in folders}
+        return {name: ControlNetSection.model_validate(section) for name, section in made.items()}
 
     def controlnet_services(self) -> dict[str, ControlNetSection]:
         """Return the ControlNets with a deployment of their own; none if the knob runs them beside the base model."""

@@ -8,30 +8,27 @@ follow sd-webui-controlnet. LoRA hashes are left out.
 from __future__ import annotations
 
 import json
-from types import MappingProxyType
+from collections.abc import Mapping
 
 from plait_serving.diffusion.request_fields import request_fields, written
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, Scheduler, Sigmas
 
-SAMPLER_NAMES = MappingProxyType(
-    {
-        Scheduler.DDIM: "DDIM",
-        Scheduler.DDPM: "DDPM",
-        Scheduler.EULER: "Euler",
-        Scheduler.EULER_A: "Euler a",
-        Scheduler.HEUN: "Heun",
-        Scheduler.LMS: "LMS",
-        Scheduler.DPMPP_2M: "DPM++ 2M",
-        Scheduler.DPMPP_2M_SDE: "DPM++ 2M SDE",
-        Scheduler.DPMPP_SDE: "DPM++ SDE",
-        Scheduler.UNIPC: "UniPC",
-        Scheduler.LCM: "LCM",
-    }
-)
-
-SPACING_NAMES = MappingProxyType({
+SAMPLER_NAMES: Mapping[Scheduler, str] = {
+    Scheduler.DDIM: "DDIM",
+    Scheduler.DDPM: "DDPM",
+    Scheduler.EULER: "Euler",
+    Scheduler.EULER_A: "Euler a",
+    Scheduler.HEUN: "Heun",
+    Scheduler.LMS: "LMS",
+    Scheduler.DPMPP_2M: "DPM++ 2M",
+    Scheduler.DPMPP_2M_SDE: "DPM++ 2M SDE",
+    Scheduler.DPMPP_SDE: "DPM++ SDE",
+    Scheduler.UNIPC: "UniPC",
+    Scheduler.LCM: "LCM",
+}
+SPACING_NAMES: Mapping[Sigmas, str] = {
     Sigmas.NORMAL: "Normal", Sigmas.KARRAS: "Karras", Sigmas.EXPONENTIAL: "Exponential", Sigmas.BETA: "Beta",
-})  # fmt: skip
+}  # fmt: skip
 
 
 def infotext(request: ImageRequest, *, model: str, index: int) -> str:

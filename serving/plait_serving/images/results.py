@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from plait_serving.diffusion.errors import EngineError, Refused
 from plait_serving.images.codec import OutputFormat
 from plait_serving.images.config import ResultsSection
 
@@ -26,16 +27,16 @@ _COUNTED_FOR_S = 10.0
 meanwhile can exceed the bound."""
 
 
-class StoreFailed(Exception):
-    """The store cannot be used; the message is one sentence for the client, without paths and credentials."""
+class StoreFailed(EngineError):
+    """The store cannot be used, which its operator must mend; the message has no paths and credentials."""
+
+    code = "store_failed"
 
 
-class StoreFull(StoreFailed):
+class StoreFull(StoreFailed, Refused):
     """There is no room; `retry_after_s`: when the first of the kept images ends."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    code = "store_full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +46,6 @@ class StoredResult:
     body: bytes
     output_format: OutputFormat
     left_s: float
-
-
-@dataclass(slots=True)
-class _Count:
-    """What the folder holds, as far as this process knows."""
-
-    at_s: float = float("-inf")
-    nbytes: int = 0
-    first_end_s: float = float("inf")
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class ResultStore:
@@ -70,12 +61,14 @@ class ResultStore:
         self._settings = settings
         self._now_s = now_s
         self._monotonic_s = monotonic_s
-        self._count = _Count()
+        # What the folder holds, as far as this process knows.
+        self._lock = threading.Lock()
+        self._counted_at_s, self._nbytes, self._first_end_s = float("-inf"), 0, float("inf")
         self._opened: tuple[Any, str] | None = None
 
     def check(self) -> None:
         """Raise `StoreFailed` if nothing could be kept now. Removes what has ended."""
-        with self._count.lock:
+        with self._lock:
             self._count_if_old()
             self._check_room(1)
 
@@ -83,11 +76,11 @@ class ResultStore:
         """Keep an image and return its name. Raises `StoreFailed`."""
         ends_s = int(self._now_s() + self._settings.lifetime_s) + 1
         name = f"{ends_s:09x}-{secrets.token_urlsafe(_TOKEN_BYTES)}.{output_format.value}"
-        with self._count.lock:
+        with self._lock:
             self._count_if_old()
             self._check_room(len(body))
-            self._count.nbytes += len(body)  # now, so that others who write at once see it
-            self._count.first_end_s = min(self._count.first_end_s, ends_s)
+            self._nbytes += len(body)  # now, so that others who write at once see it
+            self._first_end_s = min(self._first_end_s, ends_s)
         files, folder = self._files()
         with _reported("keep an image"):
             files.pipe_file(f"{folder}/{name}", body)
@@ -121,38 +114,32 @@ class ResultStore:
         return self._opened
 
     def _check_room(self, nbytes: int) -> None:
-        count, most = self._count, self._settings.max_bytes
-        if count.nbytes + nbytes <= most:
+        most = self._settings.max_bytes
+        if self._nbytes + nbytes <= most:
             return
-        retry_after_s = min(max(1.0, count.first_end_s - self._now_s()), self._settings.lifetime_s)
+        retry_after_s = min(max(1.0, self._first_end_s - self._now_s()), self._settings.lifetime_s)
         message = f"the store of results is full ({most:,} bytes); ask for b64_json, or again later"
         raise StoreFull(message, retry_after_s=retry_after_s)
 
     def _count_if_old(self) -> None:
         """Count what is there, and remove what has ended: whoever comes first does it for all."""
-        count = self._count
-        if self._monotonic_s() - count.at_s < _COUNTED_FOR_S:
+        if self._monotonic_s() - self._counted_at_s < _COUNTED_FOR_S:
             return
         files, folder = self._files()
-        nbytes, first_end_s = 0, float("inf")
-        for path, size, ends_s in self._listed(files, folder):
-            if ends_s <= self._now_s():
-                with _reported("remove an image"), suppress(FileNotFoundError):  # another replica was first
-                    files.rm_file(path)
-                continue
-            nbytes += size
-            first_end_s = min(first_end_s, ends_s)
-        count.at_s, count.nbytes, count.first_end_s = self._monotonic_s(), nbytes, first_end_s
-
-    @staticmethod
-    def _listed(files: Any, folder: str) -> Iterator[tuple[str, int, int]]:
-        """Yield path, bytes and end of every result; other files of the folder are not ours."""
         with _reported("list its folder"):
             entries = files.ls(folder, detail=True)
+        nbytes, first_end_s = 0, float("inf")
         for entry in entries:
             match = _NAME.fullmatch(entry["name"].rsplit("/", 1)[-1])
-            if match is not None:
-                yield entry["name"], int(entry["size"] or 0), int(match["ends"], 16)
+            if match is None:  # not ours
+                continue
+            if (ends_s := int(match["ends"], 16)) <= self._now_s():
+                with _reported("remove an image"), suppress(FileNotFoundError):  # another replica was first
+                    files.rm_file(entry["name"])
+                continue
+            nbytes += int(entry["size"] or 0)
+            first_end_s = min(first_end_s, ends_s)
+        self._counted_at_s, self._nbytes, self._first_end_s = self._monotonic_s(), nbytes, first_end_s
 
 
 @contextmanager

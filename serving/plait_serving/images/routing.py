@@ -9,7 +9,7 @@ serve is loaded on another as well. What was sent since a replica spoke is added
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -81,11 +81,5 @@ class SentRequests:
     def state(self) -> ReplicaState:
         """What the replica said, with what was sent since."""
         said = self._state
-        return ReplicaState(
-            number=said.number,
-            queued_s=said.queued_s + sum(work_s for _, _, work_s in self._sent),
-            models=said.models | {model for _, model, _ in self._sent},
-            loras=said.loras,
-            load_s=said.load_s,
-            request_s=said.request_s,
-        )
+        queued_s = said.queued_s + sum(work_s for _, _, work_s in self._sent)
+        return replace(said, queued_s=queued_s, models=said.models | {model for _, model, _ in self._sent})

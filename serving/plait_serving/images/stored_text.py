@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Literal
+from itertools import islice
 
-from plait_serving.images.trimming import TIFF, chunks
+from plait_serving.images.trimming import chunks, tiff_entries, tiff_of
 
 MAX_TEXT_BYTES = 256 << 10
 """Twice what a prompt and a negative prompt of the longest kind take."""
@@ -41,23 +41,12 @@ def read_parameters(raw: bytes) -> str | None:
 
 def _comment(note: bytes) -> bytes:
     """Return EXIF's user comment, empty if it has none."""
-    head = TIFF.search(note, 0, 32)
-    if head is None:
-        return b""
-    order: Literal["little", "big"] = "little" if head[0] == b"II*\0" else "big"
-    tiff, directory = note[head.start() :], int.from_bytes(note[head.start() + 4 : head.start() + 8], order)
-    _, inner = _entry(tiff, order, directory, _EXIF_DIRECTORY)
-    length, place = _entry(tiff, order, inner, _USER_COMMENT) if inner else (0, 0)
-    return tiff[place : place + length]
-
-
-def _entry(tiff: bytes, order: Literal["little", "big"], directory: int, tag: int) -> tuple[int, int]:
-    """Return the count and the value, or its place, of a directory's entry; zeros if it has none."""
-    count = int.from_bytes(tiff[directory : directory + 2], order)
-    for at in range(directory + 2, min(directory + 2 + 12 * count, len(tiff)), 12):
-        if int.from_bytes(tiff[at : at + 2], order) == tag:
-            return int.from_bytes(tiff[at + 4 : at + 8], order), int.from_bytes(tiff[at + 8 : at + 12], order)
-    return 0, 0
+    tiff, order = tiff_of(note)
+    for outer in islice(tiff_entries(tiff, order, tiff[4:8], _EXIF_DIRECTORY), 1):
+        for found in tiff_entries(tiff, order, outer[8:], _USER_COMMENT):
+            length, at = int.from_bytes(found[4:8], order), int.from_bytes(found[8:], order)
+            return tiff[at : at + length]
+    return b""
 
 
 def settings_of(text: str) -> dict[str, str]:

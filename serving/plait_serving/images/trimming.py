@@ -35,8 +35,10 @@ _NOTES = frozenset({b"eXIf", b"iTXt", b"EXIF", b"XMP ", b"\xe1"})
 """Where EXIF and XMP are; the first few, of the length that a JPEG's can have, are searched for the orientation."""
 _MAX_NOTES, _MAX_NOTE_BYTES = 4, 64 << 10
 _XMP = re.compile(rb"tiff:Orientation(?:=\"|>)([1-8])")
-TIFF = re.compile(rb"II\*\0|MM\0\*")
+_TIFF = re.compile(rb"II\*\0|MM\0\*")
 """What EXIF begins with."""
+_ORIENTATION, _SHORT = 0x112, 3
+Order = Literal["little", "big"]
 
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])", re.DOTALL)
 SEARCHED_BYTES = 64 << 10
@@ -126,12 +128,21 @@ def _orientation(note: bytes) -> int | None:
     """Return what EXIF or XMP says; None if it says nothing. Pillow would remember a warning for each broken entry."""
     if (said := _XMP.search(note)) is not None:
         return int(said[1])
-    if (head := TIFF.search(note, 0, 32)) is None:
-        return None
-    tiff = note[head.start() :]
-    order: Literal["little", "big"] = "little" if head[0] == b"II*\0" else "big"
-    start = 0x112.to_bytes(2, order) + (3).to_bytes(2, order)  # one short number
-    first = int.from_bytes(tiff[4:8], order) + 2
-    entries = range(first, min(first + 12 * int.from_bytes(tiff[first - 2 : first], order), len(tiff)), 12)
-    values = (int.from_bytes(tiff[at + 8 : at + 10], order) for at in entries if tiff[at : at + 4] == start)
+    tiff, order = tiff_of(note)
+    entries = tiff_entries(tiff, order, tiff[4:8], _ORIENTATION)
+    values = (int.from_bytes(it[8:10], order) for it in entries if int.from_bytes(it[2:4], order) == _SHORT)
     return next((value for value in values if 1 <= value <= 8), None)
+
+
+def tiff_of(note: bytes) -> tuple[bytes, Order]:
+    """Return EXIF, empty if a chunk has none, and the order of its numbers' bytes."""
+    head = _TIFF.search(note, 0, 32)
+    return (b"", "big") if head is None else (note[head.start() :], "little" if head[0] == b"II*\0" else "big")
+
+
+def tiff_entries(tiff: bytes, order: Order, place: bytes, tag: int) -> Iterator[bytes]:
+    """Yield the entries of that tag, 12 bytes each, in the directory at a place."""
+    first = int.from_bytes(place, order) + 2
+    for at in range(first, min(first + 12 * int.from_bytes(tiff[first - 2 : first], order), len(tiff)), 12):
+        if int.from_bytes(tiff[at : at + 2], order) == tag:
+            yield tiff[at : at + 12]

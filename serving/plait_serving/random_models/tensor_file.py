@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -23,13 +22,11 @@ from plait_serving.random_models.names import DtypeName
 CHUNK = 1 << 22
 """Values drawn at once: 16 MiB in float32. Part of the format of a seed: another chunk may draw other values."""
 
-_DTYPES: Mapping[DtypeName, tuple[str, torch.dtype]] = MappingProxyType(
-    {
-        DtypeName.FLOAT16: ("F16", torch.float16),
-        DtypeName.BFLOAT16: ("BF16", torch.bfloat16),
-        DtypeName.FLOAT32: ("F32", torch.float32),
-    }
-)
+_DTYPES: Mapping[DtypeName, tuple[str, torch.dtype]] = {
+    DtypeName.FLOAT16: ("F16", torch.float16),
+    DtypeName.BFLOAT16: ("BF16", torch.bfloat16),
+    DtypeName.FLOAT32: ("F32", torch.float32),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

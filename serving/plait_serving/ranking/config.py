@@ -73,10 +73,6 @@ class _PartSection(Replicated):
     ] = "default"
 
 
-class _WorkerSection(_PartSection):
-    knobs: HnKnobs = HnKnobs()
-
-
 class ShardsSection(_PartSection):
     """Processes that hold the tables between them, where these are larger than a node; CNs then hold none. `replicas`
     are those of each shard: with a range, each follows its own load."""
@@ -92,7 +88,7 @@ class ShardsSection(_PartSection):
         return None if self.memory_gb is None else int(self.memory_gb * 1e9)
 
 
-class CnSection(_WorkerSection):
+class CnSection(_PartSection):
     """The embedding half: processes with the tables, or with `shards` those that ask for them."""
 
     shards: Annotated[
@@ -107,10 +103,11 @@ class CnSection(_WorkerSection):
         return ShardsSection(count=self.shards) if isinstance(self.shards, int) else self.shards
 
 
-class HnSection(_WorkerSection):
+class HnSection(_PartSection):
     """The dense half."""
 
     num_gpus: GpuShare = None
+    knobs: HnKnobs = HnKnobs()
 
 
 class WholeSection(HnSection):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from prometheus_client import Metric
 
 from plait_serving.replica_metrics import family
-
-_NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 _SAID = {
     "answered_bytes_total": "Bytes of rows that a shard answered",
@@ -55,7 +52,7 @@ def rank_families(
     more = dict(labels or {})
     return [
         family(
-            f"{prefix}_{_NO_NAME.sub('_', name)}",
+            f"{prefix}_{name}",
             _SAID.get(name, f"{name} of a ranking model"),
             {(model, *more.values()): counts[name] for model, counts in counted.items() if name in counts},
             "model",

@@ -14,7 +14,6 @@ checks the values (finite, ids inside their tables, offsets that add up).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ class Binder:
     """Binds arrays to a fixed set of inputs. `largest_candidates` bounds N."""
 
     def __init__(self, inputs: Sequence[Input], *, largest_candidates: int) -> None:
-        self._plans = tuple(_InputPlan.of(item, inputs) for item in inputs)
+        self._plans = tuple(_InputPlan(item, inputs) for item in inputs)
         self._largest = largest_candidates
         self._known = frozenset(name for plan in self._plans for name in plan.names)
 
@@ -48,7 +47,8 @@ class Binder:
         """
         if not arrays.keys() <= self._known:
             name = next(name for name in arrays if name not in self._known)
-            raise BadInput(f"{name[:64]}: the model has no such input{hint(name, self._names())}", param=name[:64])
+            required = [name for plan in self._plans for name in plan.required]
+            raise BadInput(f"{name[:64]}: the model has no such input{hint(name, required)}", param=name[:64])
         tensors: dict[str, torch.Tensor] = {}
         candidates: int | None = None
         for plan in self._plans:
@@ -57,7 +57,10 @@ class Binder:
                 raise BadInput(f"{plan.name}: the input is missing", param=plan.name)
             rows = len(array) if plan.row_shape is not None else plan.bags(arrays)
             if candidates is None and not plan.is_user:
-                candidates = self._checked(rows, plan.name)
+                if not 1 <= rows <= self._largest:
+                    detail = f"{plan.name}: has {rows} candidates; a request may have 1 to {self._largest}"
+                    raise BadInput(detail, param=plan.name)
+                candidates = rows
             if rows != (1 if plan.is_user else candidates):
                 of = "a user-side input has 1" if plan.is_user else f"the inputs before it have {candidates}"
                 raise BadInput(f"{plan.name}: has {rows} rows, {of}", param=plan.name)
@@ -69,38 +72,17 @@ class Binder:
                 tensors[plan.name] = plan.converted(array, rows)
         return tensors, candidates
 
-    def _names(self) -> list[str]:
-        return [name for plan in self._plans for name in plan.required]
 
-    def _checked(self, candidates: int, name: str) -> int:
-        if not 1 <= candidates <= self._largest:
-            detail = f"{name}: has {candidates} candidates; a request may have 1 to {self._largest}"
-            raise BadInput(detail, param=name)
-        return candidates
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _InputPlan:
     """How one input is found and shaped. `row_shape` is the shape of one row; None for a bag."""
 
-    name: str
-    is_user: bool
-    dtype: np.dtype[Any]
-    row_shape: tuple[int, ...] | None
-    required: tuple[str, ...]
-    lengths: str | None
-
-    @classmethod
-    def of(cls, item: Input, inputs: Sequence[Input]) -> _InputPlan:
+    def __init__(self, item: Input, inputs: Sequence[Input]) -> None:
         lengths = item.name + LENGTHS
-        return cls(
-            name=item.name,
-            is_user=item.side == "user",
-            dtype=_FLOAT32 if isinstance(item, Dense) else _INT64,
-            row_shape=item.shape if isinstance(item, Dense | Ids) else None,
-            required=tensor_names((item,)),
-            lengths=lengths if isinstance(item, Bag) and lengths not in tensor_names(inputs) else None,
-        )
+        self.name, self.is_user = item.name, item.side == "user"
+        self.dtype: np.dtype[Any] = _FLOAT32 if isinstance(item, Dense) else _INT64
+        self.row_shape = item.shape if isinstance(item, Dense | Ids) else None
+        self.required = tensor_names((item,))
+        self.lengths = lengths if isinstance(item, Bag) and lengths not in tensor_names(inputs) else None
 
     @property
     def names(self) -> tuple[str, ...]:

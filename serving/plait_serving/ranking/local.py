@@ -8,13 +8,32 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import Metric
 
 from plait_disagg.errors import UnknownModel
-from plait_disagg.graph.inputs import Side
+from plait_disagg.graph.inputs import Input, Side
 from plait_disagg.values import ModelCard
 from plait_serving.health import Health
 from plait_serving.ranking.counted import rank_families
 from plait_serving.ranking.inputs import Binder
-from plait_serving.ranking.service import BoundModel, Refreshes, ServedRanker, why_not_ready
+from plait_serving.ranking.service import Refreshes, ServedRanker, why_not_ready
 from plait_serving.replica_metrics import ReplicaMetrics
+
+
+class BoundModel:
+    """A model with its current card, and the binders that turn arrays into its tensors: all of them, or one side's.
+
+    `name` is its name in requests; the card has the name that it was packaged with.
+    """
+
+    def __init__(self, name: str, model: ServedRanker, card: ModelCard) -> None:
+        self.name, self.card = name, card
+        self.ranker, self.items = model.ranker, model.items
+        self.binder, self.user, self.item = (
+            Binder(inputs, largest_candidates=card.largest_candidates)
+            for inputs in (card.inputs, self.side("user"), self.side("item"))
+        )
+
+    def side(self, side: Side) -> tuple[Input, ...]:
+        """Return the inputs of one side."""
+        return tuple(item for item in self.card.inputs if item.side == side)
 
 
 class LocalRankingService:
@@ -37,7 +56,7 @@ class LocalRankingService:
         card = model.ranker.card
         bound = self._bound.get(name)
         if bound is None or bound.card is not card or bound.ranker is not model.ranker:
-            bound = self._bound[name] = _bind(name, model, card)
+            bound = self._bound[name] = BoundModel(name, model, card)
         if version is not None and version != card.version:
             message = f"model {name!r} has no version {version[:100]!r}; it is at {card.version!r}"
             raise UnknownModel(message, param="model")
@@ -68,19 +87,3 @@ class LocalRankingService:
             known = ", ".join(self._models) or "none"
             raise UnknownModel(f"there is no model {name[:100]!r} that ranks; there is: {known}", param="model")
         return model
-
-
-def _bind(name: str, model: ServedRanker, card: ModelCard) -> BoundModel:
-    def binder(*sides: Side) -> Binder:
-        inputs = [item for item in card.inputs if item.side in sides]
-        return Binder(inputs, largest_candidates=card.largest_candidates)
-
-    return BoundModel(
-        name=name,
-        ranker=model.ranker,
-        items=model.items,
-        card=card,
-        binder=binder("user", "item"),
-        user=binder("user"),
-        item=binder("item"),
-    )

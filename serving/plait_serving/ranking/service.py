@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from plait_disagg.errors import RankError
-from plait_disagg.graph.inputs import Input, Side
 from plait_disagg.protocols import ItemStore, Ranker
-from plait_disagg.values import ModelCard
-
-if TYPE_CHECKING:
-    from plait_serving.ranking.inputs import Binder  # holds tensors
 
 
 class Refreshes(Protocol):
@@ -34,26 +29,6 @@ class ServedRanker:
     ranker: Ranker
     items: ItemStore | None = None
     refreshes: Refreshes | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundModel:
-    """A model with its current card, and the binders that turn arrays into its tensors: all of them, or one side's.
-
-    `name` is its name in requests; the card has the name that it was packaged with.
-    """
-
-    name: str
-    ranker: Ranker
-    items: ItemStore | None
-    card: ModelCard
-    binder: Binder
-    user: Binder
-    item: Binder
-
-    def side(self, side: Side) -> tuple[Input, ...]:
-        """Return the inputs of one side."""
-        return tuple(item for item in self.card.inputs if item.side == side)
 
 
 async def why_not_ready(ranker: Ranker) -> str | None:

@@ -7,7 +7,7 @@ same size. They use numpy and scipy only and are deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,4 +106,5 @@ def sketch(image: ImageArray) -> ImageArray:
     return np.repeat(np.rint(ink).astype(np.uint8)[..., None], 3, axis=2)
 
 
-PREPROCESSORS: Mapping[str, Callable[[ImageArray], ImageArray]] = MappingProxyType({"edges": edges, "colors": colors})
+Preprocessor = Literal["edges", "colors"]
+PREPROCESSORS: Mapping[str, Callable[[ImageArray], ImageArray]] = {"edges": edges, "colors": colors}

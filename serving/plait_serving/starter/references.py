@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from plait_serving.starter.preprocess import COLOR_BLOCK_PX, ImageArray, block_means, edge_mask, sketch, unblock
 
 SIDE_PX = 64
+_ARRAYS = ("twemoji", "noto", "sketch")
+"""Those that are stored as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +65,13 @@ def save_references(references: References, folder: Path) -> None:
     """Write `concepts.json` and `references.npz`."""
     names = json.dumps(list(references.names), indent=0)
     (folder / "concepts.json").write_text(names + "\n", encoding="utf-8")
-    np.savez_compressed(
-        folder / "references.npz",
-        twemoji=references.twemoji,
-        noto=references.noto,
-        sketch=references.sketch,
-        edges=np.packbits(references.edges, axis=2),
-    )
+    arrays = {name: getattr(references, name) for name in _ARRAYS}
+    np.savez_compressed(folder / "references.npz", **arrays, edges=np.packbits(references.edges, axis=2))
 
 
 def load_references(folder: Path) -> References:
     """Read what `save_references` wrote."""
     names = tuple(json.loads((folder / "concepts.json").read_text(encoding="utf-8")))
     with np.load(folder / "references.npz") as stored:
-        return References(
-            names=names,
-            twemoji=stored["twemoji"],
-            noto=stored["noto"],
-            sketch=stored["sketch"],
-            edges=np.unpackbits(stored["edges"], axis=2).astype(np.bool_),
-        )
+        arrays = {name: stored[name] for name in _ARRAYS}
+        return References(names=names, **arrays, edges=np.unpackbits(stored["edges"], axis=2).astype(np.bool_))

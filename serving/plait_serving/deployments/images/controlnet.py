@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from plait_disagg.queue.scale import Gauge
 from plait_fabric import new_secret
 from plait_fabric.rpc.replicas import Replica
 from plait_kernels.threads import run_on_own_thread
-from plait_serving.cores import cpu_threads, declare_thread_cap, socket_folder
-from plait_serving.deployments.fabric_endpoints import host_id, open_listeners
+from plait_serving.cores import cpu_threads, declare_thread_cap
+from plait_serving.deployments.fabric_endpoints import open_listeners, this_replica
 from plait_serving.deployments.images.counted import audit_families, gpu_families
 from plait_serving.deployments.process import configure_logging, seconds_to_start
 from plait_serving.deployments.ray_internals import given_knobs
@@ -44,16 +44,15 @@ from plait_serving.diffusion.memory import resolve_device, resolve_dtype
 from plait_serving.diffusion.queue.pressure import busy_share
 from plait_serving.diffusion.settings import default_prepared_folder
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
+from plait_serving.sections import Section
 
 _log = logging.getLogger(__name__)
 
 _DRAIN_S = 5.0
 
 
-class ControlNetKnobs(BaseModel):
+class ControlNetKnobs(Section):
     """The settings of a running ControlNet deployment that can change; carried in Serve's `user_config`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of a forward pass; 0: all cores")
     largest_batch_rows: int = Field(default=64, ge=1, le=4096, description="rows of one forward pass")
@@ -76,13 +75,9 @@ class ControlNetDeployment:
 
         `executor` is an `ExecutorName`; `audit_every` as in `EngineSettings`. Raises `ModelError`.
         """
-        import ray
-        from ray import serve
-
         configure_logging(f"controlnet-{name}", os.environ)
         chosen = ControlNetKnobs.model_validate(given_knobs())
         self._controlnet, self._threads = name, chosen.threads
-        self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._secret = new_secret()
         place = resolve_device(device)
         precision = resolve_dtype(dtype, place)
@@ -107,9 +102,7 @@ class ControlNetDeployment:
         self._service = ControlNetService(
             name,
             runner,
-            open_listeners(
-                self._secret, kind="controlnet", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
-            ),
+            open_listeners(self._secret, kind="controlnet"),
             limits=ServiceLimits(largest_batch_rows=chosen.largest_batch_rows),
             threads=cpu_threads(chosen.threads),
         )
@@ -124,15 +117,9 @@ class ControlNetDeployment:
 
     async def describe(self) -> Replica:
         """Return this replica's addresses and secret. For base replicas only; Serve carries the answer."""
-        return Replica(
-            name=self._name,
-            host=host_id(),
-            addresses=self._service.addresses,
-            secret=self._secret,
-            channels=self._service.statistics().channels,
-            pid=os.getpid(),
-            start_s=self._start_s,
-        )
+        service = self._service
+        channels = service.statistics().channels
+        return this_replica(service.addresses, self._secret, channels=channels, start_s=self._start_s)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from plait_serving.cores import declare_thread_cap
@@ -46,9 +47,8 @@ class EngineReplica:
             yield Failed(error=EngineStopped("the server is stopping"))
             return
         yield Accepted()
-        events = self._hosted.service.generate(request)
         reported_s = -math.inf
-        try:
+        async with aclosing(self._hosted.service.generate(request)) as events:
             async for event in events:
                 if isinstance(event, Progress):
                     period_s = PROGRESS_PERIOD_S if request.wants_progress else math.inf
@@ -56,8 +56,6 @@ class EngineReplica:
                         continue
                     reported_s = time.monotonic()
                 yield portable(event)
-        finally:
-            await events.aclose()
 
     async def catalog(self, known: str) -> AsyncGenerator[CatalogHead | bytes, None]:
         """Yield what can be requested now, in pieces; only its head if its digest is `known`."""

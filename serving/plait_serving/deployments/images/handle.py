@@ -20,9 +20,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from plait_fabric.rpc.outages import Outages
 from plait_serving.deployments.images.catalog_pieces import unpacked
 from plait_serving.deployments.images.engine_source import Accepted
-from plait_serving.deployments.metrics import AllReplicas, answers_of
+from plait_serving.deployments.metrics import AllReplicas, answers_of, ask_all
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
-from plait_serving.diffusion.values import ControlRef, Edit, Event, Failed, Finished, ImageRequest, Preview
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import HEALTH_TIMEOUT_S, Health
 from plait_serving.images.service import Catalog
 from plait_serving.replica_metrics import ReplicaMetrics
@@ -140,19 +140,12 @@ class HandleImageService:
 
     async def rest(self, model: str, *, asleep: bool) -> None:
         """Tell every replica. One that starts later holds what it is asked for, like every other."""
-        answers = await asyncio.to_thread(self._tell_all, model, asleep)
+        answers = await asyncio.to_thread(ask_all, self._handle, "rest", model, asleep, timeout_s=_REST_TIMEOUT_S)
         if not answers:
             raise self._none_within(_REST_TIMEOUT_S)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise self._translated(answer) from answer
-
-    def _tell_all(self, model: str, asleep: bool) -> list[Any]:
-        try:
-            answers = self._handle.broadcast("rest", model, asleep)
-            return list(answers.results(timeout_s=_REST_TIMEOUT_S, return_exceptions=True))
-        except (RayError, RayServeException) as error:
-            raise self._translated(error) from error
 
     async def counts(self) -> list[ReplicaMetrics]:
         """Return what all replicas count. Raises `EngineStopped` if no engine answers."""
@@ -324,36 +317,16 @@ class FatalRequests:
 
     def is_refused(self, request: ImageRequest) -> bool:
         """Return whether two replicas died with such a request not long ago."""
-        if not self._refused:  # as nearly always
-            return False
-        key = _fingerprint(request)
-        until_s = self._refused.get(key)
-        if until_s is not None and until_s <= self._clock():
-            del self._refused[key]
-            return False
-        return until_s is not None
+        # Nearly always there are none.
+        return bool(self._refused) and self._clock() < self._refused.get(_fingerprint(request), -math.inf)
 
 
 def _fingerprint(request: ImageRequest) -> bytes:
     """Return what requests have in common that make a replica compute the same, whatever their seeds."""
-    digest = hashlib.sha256()
-    for field in fields(request):
-        if field.name not in _OF_ONE_ATTEMPT | {"controlnets", "edit"}:
-            digest.update(repr((field.name, getattr(request, field.name))).encode("utf-8", "surrogatepass"))
-    for control in request.controlnets:
-        _add_control(digest, control)
-    if request.edit is not None:
-        _add_edit(digest, request.edit)
+    said = [getattr(request, field.name) for field in fields(request) if field.name not in _OF_ONE_ATTEMPT]
+    digest = hashlib.sha256(repr(said).encode("utf-8", "surrogatepass"))  # of arrays this has the corners alone
+    edited = () if request.edit is None else (request.edit.image, request.edit.mask)
+    for array in (*(control.image for control in request.controlnets), *edited, request.reference):
+        if array is not None:
+            digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
-
-
-def _add_control(digest: hashlib._Hash, control: ControlRef) -> None:
-    settings = (control.name, control.scale, control.start, control.end, control.image.shape)
-    digest.update(repr(settings).encode())
-    digest.update(np.ascontiguousarray(control.image).data)
-
-
-def _add_edit(digest: hashlib._Hash, edit: Edit) -> None:
-    digest.update(repr((edit.strength, edit.image.shape, edit.mask is None)).encode())
-    for array in (edit.image,) if edit.mask is None else (edit.image, edit.mask):
-        digest.update(np.ascontiguousarray(array).data)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait_disagg.queue.scale import Gauge
 from plait_kernels.cores import usable_cores
-from plait_serving.cores import HostCores, capped, socket_folder, threads_of_host
+from plait_serving.cores import capped, socket_folder, threads_of_host
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits, nearest_size
@@ -25,7 +25,7 @@ from plait_serving.diffusion.settings import EngineSettings
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
-from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService
+from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard
 
 if TYPE_CHECKING:
     from plait_serving.deployments.fabric_endpoints import ServeReplicas
@@ -42,12 +42,23 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
     Raises `ModelError`.
     """
-    services = {name: _service(name, handle) for name, handle in controlnets.items()}
-    hosted = load_images(images, {name: _client(name, service) for name, service in services.items()})
+    reached = {name: _reached(name, handle) for name, handle in controlnets.items()}
+    hosted = load_images(images, {name: client for name, (_, client) in reached.items()})
+    services = {name: service for name, (service, _) in reached.items()}
     for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
         _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
     hosted.warm_up()
     return hosted
+
+
+def _reached(name: str, handle: Any) -> tuple[ServeReplicas, Callable[[], ControlNetClient]]:
+    """Return the replicas of a ControlNet, and what makes a client of them. An engine without one that is a deployment
+    does not load the fabric."""
+    from plait_serving.deployments.fabric_endpoints import ServeReplicas
+    from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+
+    service = ServeReplicas(f"ControlNet {name}", handle)
+    return service, partial(RemoteControlNetClient, name, service.connect, worth_moving=service.worth_moving)
 
 
 def load_images(
@@ -91,19 +102,6 @@ def load_images(
     return HostedImages(images, engine, cards)
 
 
-def _service(name: str, handle: Any) -> ServeReplicas:
-    """Return the replicas of a ControlNet. An engine without one that is a deployment does not load the fabric."""
-    from plait_serving.deployments.fabric_endpoints import ServeReplicas
-
-    return ServeReplicas(f"ControlNet {name}", handle)
-
-
-def _client(name: str, service: ServeReplicas) -> Callable[[], ControlNetClient]:
-    from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
-
-    return partial(RemoteControlNetClient, name, service.connect, worth_moving=service.worth_moving)
-
-
 def _family(engine: Engine) -> str:
     """Return the family of all models; "unknown" if they are of several."""
     families = {model.family.kind for model in engine.pool.models.values()}
@@ -119,16 +117,12 @@ class HostedImages:
         self._lora_cards = lora_cards
         self._reports = 0
         self._gauge = Gauge(self._readings, engine_pressure)
-        self._service = LocalImageService(
+        self.service = LocalImageService(
             engine=engine,
             catalog=self._catalog,
-            counted=lambda: counted(engine, _host()),
+            counted=lambda: counted(engine, threads_of_host(socket_folder(), cores=usable_cores())),
         )
-
-    @property
-    def service(self) -> ImageService:
         """The service that takes requests."""
-        return self._service
 
     @property
     def alive(self) -> bool:
@@ -143,7 +137,7 @@ class HostedImages:
         """Make the warm-up images; from then on the service is ready."""
         seconds = warm_up(self._engine)
         _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
-        self._service.warmed_up(seconds)
+        self.service.warmed_up(seconds)
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs; running requests continue."""
@@ -236,16 +230,9 @@ def lora_source(images: ImagesSection) -> LoraSource:
     if store is not None:
         from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 
-        entries = {
-            name: RemoteEntry(path=entry.path, sha256=entry.sha256, nbytes=entry.nbytes)
-            for name, entry in store.entries.items()
-        }
+        entries = {name: RemoteEntry(**entry.model_dump()) for name, entry in store.entries.items()}
         return RemoteSource(store.url, entries, cache_folder=store.cache_folder)
     return NoLoras() if folder is None else FolderSource(folder)
-
-
-def _host() -> HostCores:
-    return threads_of_host(socket_folder(), cores=usable_cores())
 
 
 def wait_for_replicas(services: Mapping[str, ServeReplicas], *, timeout_s: float, poll_s: float = 0.5) -> list[str]:

@@ -38,8 +38,9 @@ from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import Replica
 from plait_kernels.threads import run_on_own_thread, set_threads
-from plait_serving.cores import cpu_threads, declare_thread_cap, socket_folder
-from plait_serving.deployments.fabric_endpoints import ServeReplicas, host_id, open_listeners
+from plait_serving.cores import cpu_threads, declare_thread_cap
+from plait_serving.deployments.fabric_endpoints import ServeReplicas, open_listeners, this_replica
+from plait_serving.deployments.metrics import ask_all
 from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
 from plait_serving.deployments.ranking.package_source import OpenedPackage, RankSource, ShardedModel
 from plait_serving.deployments.ray_internals import given_knobs
@@ -83,29 +84,21 @@ class RankWorker:
         `dealt`: how the tables are dealt, if they are; `shard`: which one this is; `shards`, for a CN: the
         handles of all. Raises whatever the source raises.
         """
-        import ray
-        from ray import serve
-
         configure_logging(f"{role}-{name}", os.environ)
         shorten_gil_interval()
-        self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._role: RankRole = role
         self._model = name
         self._secret = new_secret()
         self._stopped = False
         self._shards: list[RemoteShard] = []
-        sharded = None if dealt is None else self._sharded(role, dealt, shard, shards)
+        sharded = None if dealt is None else self._sharded(dealt, shard, shards)
         opened = run_on_own_thread(lambda: source.open(role) if sharded is None else source.open(role, sharded))
         card = replace(opened.card, name=name)  # what requests call it, not what its maker did
-        plain = self._plain(given_knobs())
-        host, folder = ray.util.get_node_ip_address(), socket_folder()
-        listeners = open_listeners(
-            self._secret, kind="rank", ip_address=host, folder=folder, between_hosts=between_hosts
-        )
+        self._plain_knobs = self._plain(given_knobs())
+        listeners = open_listeners(self._secret, kind="rank", between_hosts=between_hosts)
         self._refresher: Refresher | None = None
         reach_hn = ServeReplicas(f"the HNs of {name}", hns).connect
-        self._core, self._worker = self._started(card, opened, listeners, plain, reach_hn)
-        self._plain_knobs = plain
+        self._core, self._worker = self._started(card, opened, listeners, reach_hn)
         self._gauge = Gauge(self._core.metrics, self._pressure)
         if opened.live is not None:
             self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
@@ -117,12 +110,21 @@ class RankWorker:
         card: ModelCard,
         opened: OpenedPackage,
         listeners: Sequence[Listener],
-        knobs: WorkerKnobs,
         reach_hn: Connect,
     ) -> tuple[_Core, _Door]:
         """Start what this role does, and what others reach it by. `reach_hn`: of a CN."""
+        knobs = self._plain_knobs
         if self._role == "hn":
-            hn = self._hn(card, opened, listeners, knobs)
+            dense = _there(opened.dense)
+            hn = HnWorker(
+                card,
+                dense,
+                listeners,
+                dense_version=opened.dense_version,
+                earlier={version: half for version, half in opened.dense_versions.items() if half is not dense},
+                catch_up=self._catch_up,
+                knobs=knobs,
+            )
             return hn, hn
         if self._role == "shard":
             identity, pieces = _there(opened.identity), _there(opened.pieces)
@@ -132,13 +134,12 @@ class RankWorker:
             whole = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=knobs)
             return whole, CoreServer(whole, listeners)
         counts: Callable[[], Mapping[str, float]] = partial(shards_metrics, self._shards) if self._shards else dict
-        version = opened.dense_version
         cn = CnCore(
             card,
             _there(opened.sparse),
             reach_hn,
             max_hns=MAX_WORKERS,
-            dense_version=version,
+            dense_version=opened.dense_version,
             knobs=knobs,
             more_metrics=counts,
         )
@@ -147,37 +148,15 @@ class RankWorker:
         wait_until_ready([cn])
         return cn, door
 
-    def _sharded(
-        self,
-        role: RankRole,
-        dealt: Mapping[str, Any],
-        shard: int,
-        handles: Sequence[Any],
-    ) -> ShardedModel:
-        sharding = Sharding(**dealt)
-
+    def _sharded(self, dealt: Mapping[str, Any], shard: int, handles: Sequence[Any]) -> ShardedModel:
         def reach(identity: ShardIdentity) -> RemoteShard:
             replicas = ServeReplicas(f"shard {identity.shard} of {self._model}", handles[identity.shard])
             made = RemoteShard(replicas.connect, identity, max_replicas=MAX_WORKERS)
             self._shards.append(made)
             return made
 
-        return ShardedModel(sharding=sharding, shard=shard, reach=None if role == "shard" else reach)
-
-    def _hn(
-        self, card: ModelCard, opened: OpenedPackage, listeners: Sequence[Listener], knobs: WorkerKnobs
-    ) -> HnWorker:
-        dense = _there(opened.dense)
-        earlier = {version: half for version, half in opened.dense_versions.items() if half is not dense}
-        return HnWorker(
-            card,
-            dense,
-            listeners,
-            dense_version=opened.dense_version,
-            earlier=earlier,
-            catch_up=self._catch_up,
-            knobs=knobs,
-        )
+        is_shard = self._role == "shard"
+        return ShardedModel(sharding=Sharding(**dealt), shard=shard, reach=None if is_shard else reach)
 
     def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
         if self._role == "shard":
@@ -189,15 +168,8 @@ class RankWorker:
 
     async def describe(self) -> Replica:
         """Return this replica's addresses and secret. For our own processes only; Serve carries the answer."""
-        return Replica(
-            name=self._name,
-            host=host_id(),
-            addresses=self._worker.addresses,
-            secret=self._secret,
-            channels=self._worker.channels,
-            pid=os.getpid(),
-            start_s=self._start_s,
-        )
+        worker = self._worker
+        return this_replica(worker.addresses, self._secret, channels=worker.channels, start_s=self._start_s)
 
     async def why_not_ready(self) -> str | None:
         """Return what is missing to answer a request now, if anything; a shard, which answers CNs only, lacks none."""
@@ -296,12 +268,7 @@ class ServeRanker(CoreRanker):
         return await super().ready() or await asyncio.to_thread(self._missing)
 
     def _missing(self) -> str | None:
-        try:
-            asked = self._handle.broadcast("why_not_ready")
-            answers = asked.results(timeout_s=HEALTH_TIMEOUT_S, return_exceptions=True)
-        except Exception as error:  # Ray's and Serve's errors have no common base
-            _log.info("no worker tells whether it is ready: %s", error)
-            answers = ()
+        answers = ask_all(self._handle, "why_not_ready", timeout_s=HEALTH_TIMEOUT_S)
         if None in answers:
             return None
         return next((it for it in answers if isinstance(it, str)), f"no worker answered within {HEALTH_TIMEOUT_S:g} s")

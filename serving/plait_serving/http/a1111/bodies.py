@@ -7,8 +7,6 @@ cannot do is refused by name, unless it asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,15 +23,13 @@ from plait_serving.spelling import hint
 
 CHECKPOINT, CLIP_SKIP = "sd_model_checkpoint", "CLIP_stop_at_last_layers"
 
-ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "enable_hr": (False, None), "restore_faces": (False, None), "tiling": (False, None), "styles": ([], None),
-        "subseed_strength": (0, None), "seed_resize_from_w": (0, -1, None), "seed_resize_from_h": (0, -1, None),
-        "s_churn": (0, None), "s_noise": (1, None), "script_name": ("", "None", None), "infotext": ("", None),
-        "refiner_checkpoint": ("", "None", None), "resize_mode": (0, None), "inpainting_fill": (0, 1, None),
-        "initial_noise_multiplier": (1, None),
-    }
-)  # fmt: skip
+ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "enable_hr": (False, None), "restore_faces": (False, None), "tiling": (False, None), "styles": ([], None),
+    "subseed_strength": (0, None), "seed_resize_from_w": (0, -1, None), "seed_resize_from_h": (0, -1, None),
+    "s_churn": (0, None), "s_noise": (1, None), "script_name": ("", "None", None), "infotext": ("", None),
+    "refiner_checkpoint": ("", "None", None), "resize_mode": (0, None), "inpainting_fill": (0, 1, None),
+    "initial_noise_multiplier": (1, None),
+}  # fmt: skip
 """Fields that plait has nothing for, with the values that ask for nothing."""
 
 _SAMPLERS = {each.value: each for each in Scheduler} | {name.lower(): each for each, name in SAMPLER_NAMES.items()}
@@ -78,14 +74,6 @@ class Img2Img(Txt2Img):
     inpaint_full_res: bool | None = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What an A1111 request asks of plait, and what of it means nothing to the model or is done otherwise."""
-
-    body: GenerationBody
-    hints: list[str] = field(default_factory=list)
-
-
 def options_of(checkpoint: str) -> dict[str, Any]:
     """Return A1111's options, as far as there are any here: only the first can be changed."""
     return {CHECKPOINT: checkpoint, CLIP_SKIP: 1, "sd_vae": "Automatic", "samples_format": "png"}
@@ -106,9 +94,12 @@ def checkpoint_in(value: Any) -> str | None:
     return value
 
 
-def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits) -> Asked:
-    """Return what a request asks for. `checkpoint`: the model of requests that name none. Raises `RequestError` or
-    `NotFound`, or pydantic's ValidationError with plait's names of fields."""
+def asked(
+    given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits
+) -> tuple[GenerationBody, list[str]]:
+    """Return what a request asks for, and what of it means nothing to the model or is done otherwise. `checkpoint`: the
+    model of requests that name none. Raises `RequestError` or `NotFound`, or pydantic's ValidationError with plait's
+    names of fields."""
     extra = given.model_extra or {}
     for name, nothing in ASKS_NOTHING.items():
         if extra.get(name) not in nothing:
@@ -148,7 +139,7 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
     if given.width is not None or given.height is not None:
         fields["size"] = f"{given.width or card.default_width}x{given.height or card.default_height}"
     if not isinstance(given, Img2Img):
-        return Asked(body=GenerationBody(**fields), hints=hints)
+        return GenerationBody(**fields), hints
     if given.mask and given.inpaint_full_res:
         hints.append("inpaint_full_res: the whole picture is worked on, not its masked part enlarged")
     strength = given.denoising_strength
@@ -157,7 +148,7 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
         hints.append(f"denoising_strength: {card.name} reads the image, and starts from noise")
     raw = decode_base64(_image(given), param="init_images", limits=limits)
     fields |= {"image": raw, "mask": _mask(given, raw, limits), "strength": strength}
-    return Asked(body=EditBody(**fields), hints=hints)
+    return EditBody(**fields), hints
 
 
 def _told(given: Txt2Img, card: BaseModelCard) -> dict[str, Any]:

@@ -81,10 +81,10 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
     service = context.image_service
     with _in_their_words():
         try:
-            wanted = await context.decoder.run(tenant, partial(read, await service.catalog()))
+            body, hints = await context.decoder.run(tenant, partial(read, await service.catalog()))
         except NotFound:  # what came a moment ago
-            wanted = await context.decoder.run(tenant, partial(read, await service.catalog(anew=True)))
-        reply = await resolved(wanted.body, request, context)
+            body, hints = await context.decoder.run(tenant, partial(read, await service.catalog(anew=True)))
+        reply = await resolved(body, request, context)
     made = replace(reply.request, wants_progress=True)
     with _in_their_words(), context.desk.opened(tenant, made.run_steps) as job:
 
@@ -92,7 +92,7 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
             job.step = progress.step
 
         result = await job.run(result_of(made, context, told))
-    answer = partial(_answer, reply, result, given, wanted.hints)
+    answer = partial(_answer, reply, result, given, hints)
     return Response(await context.workers.run(tenant, answer), media_type="application/json")
 
 
@@ -134,7 +134,7 @@ def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints
         "subseed_strength": 0, "width": asked.width, "height": asked.height,
         "sampler_name": SAMPLER_NAMES[asked.scheduler], "cfg_scale": asked.guidance_scale, "steps": asked.steps,
         "batch_size": given.batch_size, "restore_faces": False, "face_restoration_model": None,
-        "sd_model_name": reply.model_name, "sd_model_hash": None, "sd_vae_name": None, "sd_vae_hash": None,
+        "sd_model_name": reply.model.name, "sd_model_hash": None, "sd_vae_name": None, "sd_vae_hash": None,
         "seed_resize_from_w": -1, "seed_resize_from_h": -1,
         "denoising_strength": None if asked.edit is None else asked.edit.strength,
         "extra_generation_params": {}, "index_of_first_image": 0, "infotexts": texts, "styles": [],

@@ -68,9 +68,7 @@ class BodyLimitMiddleware:
         declared = declared_bytes(scope)
         who: Principal | None = scope.get("state", {}).get("principal")
         tenant = "" if who is None else who.tenant
-        problem = self._problem(tenant, declared, declared)
-        if problem is not None:
-            raise problem
+        self._check(tenant, declared, declared)
         received = values = 0
         headers = Headers(scope=scope)
         is_form = scope["path"] == _FORMS and headers.get("content-type", "").lower().startswith("multipart/")
@@ -82,9 +80,7 @@ class BodyLimitMiddleware:
 
         def hold(size: int) -> None:
             nonlocal received
-            problem = self._problem(tenant, received, size)
-            if problem is not None:
-                raise problem
+            self._check(tenant, received, size)
             received += size
             self._held_bytes[tenant] += size
 
@@ -93,15 +89,17 @@ class BodyLimitMiddleware:
             message = await receive()
             if message["type"] == "http.request":
                 body = message.get("body", b"")
-                size = len(body)
-                received += size
-                problem = self._problem(tenant, received, size)
-                self._held_bytes[tenant] += size
-                if counts_values and problem is None:
-                    values += sum(body.count(mark) for mark in marks if mark in body)  # which is ten times as quick
-                    problem = _too_many(values, max_marks)
-                if problem is not None:
-                    raise BodyRefused(problem)
+                try:
+                    self._check(tenant, received + len(body), len(body))
+                    received += len(body)
+                    self._held_bytes[tenant] += len(body)
+                    if counts_values:
+                        values += sum(body.count(mark) for mark in marks if mark in body)  # which is ten times as quick
+                    if values > max_marks:
+                        what = f"the body has more than {max_marks:,} values or parts"
+                        raise ApiError(413, what, code="body_too_large")
+                except (ApiError, Overloaded) as problem:
+                    raise BodyRefused(problem) from problem
             return message
 
         scope.setdefault("state", {})["hold_bytes"] = hold
@@ -113,15 +111,9 @@ class BodyLimitMiddleware:
             if received >= _LARGE_BYTES:
                 asyncio.get_running_loop().run_in_executor(None, return_memory)
 
-    def _problem(self, tenant: str, body_bytes: int, new_bytes: int) -> ApiError | Overloaded | None:
+    def _check(self, tenant: str, body_bytes: int, new_bytes: int) -> None:
+        """Raise for a body of so many bytes, some of them new."""
         if body_bytes > self._max_bytes:
-            return ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
+            raise ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
         if new_bytes and self._held_bytes.total() + self._held_bytes[tenant] + 2 * new_bytes > self._max_total_bytes:
-            return Overloaded("too many large requests are waiting", retry_after_s=2.0)
-        return None
-
-
-def _too_many(marks: int, max_marks: int) -> ApiError | None:
-    if marks <= max_marks:
-        return None
-    return ApiError(413, f"the body has more than {max_marks:,} values or parts", code="body_too_large")
+            raise Overloaded("too many large requests are waiting", retry_after_s=2.0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -43,40 +44,29 @@ class HttpMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "plait_requests", "Answers by how they ended; `model`: of image requests.",
-            ["route", "outcome", "code", "model"], registry=self.registry,
-        )  # fmt: skip
-        self.duration = Histogram(
-            "plait_request_duration_seconds",
-            "From the first byte of a request to the last of its answer.",
-            ["route", "model"],
-            buckets=BUCKETS_S,
-            registry=self.registry,
-        )
-        self.rank_duration = Histogram(
-            "plait_rank_request_duration_seconds",
-            "Rankings, from the first byte of a request to the last of its answer.",
-            ["route"],
-            buckets=RANK_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.stage = Histogram(
-            "plait_stage_seconds", "Where a finished image's time went.", ["stage"], buckets=BUCKETS_S,
-            registry=self.registry,
-        )  # fmt: skip
-        self.images = Counter("plait_images", "Images delivered.", registry=self.registry)
-        self.rejected = Counter("plait_rejected", "Requests refused.", ["reason"], registry=self.registry)
-        self.cancelled = Counter("plait_cancelled", "Requests whose client went away.", registry=self.registry)
+        count, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        seconds = partial(Histogram, registry=self.registry, buckets=BUCKETS_S)
+        rank_seconds = partial(seconds, buckets=RANK_BUCKETS_S)
+        of_answers = ["route", "outcome", "code", "model"]
+        self.requests = count("plait_requests", "Answers by how they ended; `model`: of image requests.", of_answers)
+        whole = "from the first byte of a request to the last of its answer."
+        self.duration = seconds("plait_request_duration_seconds", whole.capitalize(), ["route", "model"])
+        self.rank_duration = rank_seconds("plait_rank_request_duration_seconds", f"Rankings, {whole}", ["route"])
+        self.stage = seconds("plait_stage_seconds", "Where a finished image's time went.", ["stage"])
+        self.images = count("plait_images", "Images delivered.")
+        self.rejected = count("plait_rejected", "Requests refused.", ["reason"])
+        self.cancelled = count("plait_cancelled", "Requests whose client went away.")
         self.used: defaultdict[tuple[str, str], float] = defaultdict(float)
         """What was counted of tenants, by tenant and name (`replica_metrics.RANK_COUNTS`)."""
-        self.in_flight = Gauge("plait_requests_in_flight", "Image requests being served.", registry=self.registry)
-        replicas = Gauge("plait_ingress_replicas", "Processes that answer HTTP.", registry=self.registry)
-        replicas.set(1)  # several replicas add up
-        self._rank = _RankMetrics(self.registry)
+        self.in_flight = gauge("plait_requests_in_flight", "Image requests being served.")
+        gauge("plait_ingress_replicas", "Processes that answer HTTP.").set(1)  # several replicas add up
+        in_ranker = "Inside the ranker, from its request to its answer."
+        self._in_ranker = rank_seconds("plait_rank_duration_seconds", in_ranker, ["model"])
+        self._rank_stage = rank_seconds("plait_rank_stage_seconds", "Where a ranking's time went.", ["model", "stage"])
+        self._candidates = count("plait_rank_candidates", "Candidates ranked.", ["model"])
+        self._crossed = count("plait_rank_crossed_bytes", "Bytes between the halves.", ["model"])
         # Series are kept, because finding them by their labels costs more than counting.
-        self._models: dict[str, _RankSeries] = {}
-        self._answers: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
+        self._series, self._rank_series = cache(self._series_of), cache(self._rank_series_of)
 
     def expect(self, routes: Iterable[str], models: Iterable[str] = ("",)) -> None:
         """Show the counters of these routes, and of these models, before the first request."""
@@ -94,17 +84,10 @@ class HttpMetrics:
         self._series(_route(scope), 429)[0].inc(count)
         self.rejected.labels(reason=Overloaded.code).inc(count)
 
-    def _series(self, route: str, status: int, model: str = "") -> tuple[Counter, Histogram]:
-        key = (route, status, model)
-        series = self._answers.get(key)
-        if series is None:
-            answers = self.requests.labels(route=route, outcome=outcome(status), code=str(status), model=model)
-            is_ranking = _RANKS.fullmatch(route) is not None
-            series = self._answers[key] = (
-                answers,
-                self.rank_duration.labels(route) if is_ranking else self.duration.labels(route, model),
-            )
-        return series
+    def _series_of(self, route: str, status: int, model: str = "") -> tuple[Counter, Histogram]:
+        is_ranking = _RANKS.fullmatch(route) is not None
+        durations = self.rank_duration.labels(route) if is_ranking else self.duration.labels(route, model)
+        return self.requests.labels(route, outcome(status), status, model), durations
 
     def observe_images(self, count: int, timings: Timings) -> None:
         """Record that `count` images were made."""
@@ -123,49 +106,21 @@ class HttpMetrics:
         """Record that `candidates` of a known model were ranked within `seconds`."""
         self.used[tenant, "rankings"] += 1
         self.used[tenant, "candidates"] += candidates
-        series = self._models.get(model)
-        if series is None:
-            series = self._models[model] = _RankSeries(self._rank, model)
-        series.observe(candidates, seconds, answer)
+        in_ranker, stages, ranked, crossed = self._rank_series(model)
+        in_ranker.observe(seconds)
+        for name, series in stages.items():
+            if spent_ms := getattr(answer.timings, name):  # a whole model has no wire
+                series.observe(spent_ms / 1e3)
+        ranked.inc(candidates)
+        crossed.inc(answer.bytes_crossed)
+
+    def _rank_series_of(self, model: str) -> tuple[Histogram, Mapping[str, Histogram], Counter, Counter]:
+        stages = {f"{stage}_ms": self._rank_stage.labels(model, stage) for stage in RANK_STAGES}
+        return self._in_ranker.labels(model), stages, self._candidates.labels(model), self._crossed.labels(model)
 
     def families(self) -> list[Metric]:
         """Return the metrics."""
         return list(self.registry.collect())
-
-
-class _RankMetrics:
-    """The metrics of ranking, over all models."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.duration = Histogram(
-            "plait_rank_duration_seconds", "Inside the ranker, from its request to its answer.", ["model"],
-            buckets=RANK_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.stage = Histogram(
-            "plait_rank_stage_seconds", "Where a ranking's time went.", ["model", "stage"], buckets=RANK_BUCKETS_S,
-            registry=registry,
-        )  # fmt: skip
-        self.candidates = Counter("plait_rank_candidates", "Candidates ranked.", ["model"], registry=registry)
-        self.crossed = Counter("plait_rank_crossed_bytes", "Bytes between the halves.", ["model"], registry=registry)
-
-
-class _RankSeries:
-    """One model's series."""
-
-    def __init__(self, metrics: _RankMetrics, model: str) -> None:
-        self._duration = metrics.duration.labels(model=model)
-        self._stages = [(f"{stage}_ms", metrics.stage.labels(model=model, stage=stage)) for stage in RANK_STAGES]
-        self._candidates = metrics.candidates.labels(model=model)
-        self._crossed = metrics.crossed.labels(model=model)
-
-    def observe(self, candidates: int, seconds: float, answer: RankAnswer) -> None:
-        self._duration.observe(seconds)
-        for name, series in self._stages:
-            spent_ms = getattr(answer.timings, name)
-            if spent_ms:  # a whole model has no wire
-                series.observe(spent_ms / 1e3)
-        self._candidates.inc(candidates)
-        self._crossed.inc(answer.bytes_crossed)
 
 
 def _route(scope: Scope) -> str:

@@ -39,6 +39,14 @@ RANK_RETRY_AFTER_S = 1.0  # a queue of requests of milliseconds is short again w
 RETRY_AFTER_MAX_S = 120.0  # above it the openai client does not repeat at all
 PARAM_MAX_CHARS = 200
 
+V2 = "/v2"
+"""The prefix of paths that follow the Open Inference Protocol."""
+A1111 = "/sdapi/"
+"""What the paths of A1111's API begin with."""
+
+_CALLER = "invalid_request_error"
+_SERVER = "server_error"
+
 
 class ErrorDetail(BaseModel):
     """`param` is dotted, for example `loras.0.name`."""
@@ -56,7 +64,8 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """A response decided by the HTTP side itself (authentication, body size, unknown route)."""
+    """An error ready for the wire: status and headers for a whole response, `body` also for an event of a stream. The
+    HTTP side raises it for what it decides itself (authentication, body size, unknown route)."""
 
     def __init__(
         self,
@@ -64,7 +73,7 @@ class ApiError(Exception):
         message: str,
         *,
         code: str,
-        kind: str = "invalid_request_error",
+        kind: str = _CALLER,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -74,7 +83,27 @@ class ApiError(Exception):
         self.code = code
         self.kind = kind
         self.param = param
+        if param is not None and len(param) > PARAM_MAX_CHARS:
+            self.param = param[:PARAM_MAX_CHARS] + "..."
         self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> bytes:
+        """ASCII JSON, so no input (lone surrogates in a field's name) can break it."""
+        return _json({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+
+    def response(self, path: str) -> Response:
+        """Return the whole HTTP response to a request for `path`, which decides the form."""
+        body = self.body
+        if path == V2 or path.startswith(V2 + "/"):
+            body = _json({"error": self.message})
+        elif path.startswith(A1111):
+            body = _json({"error": self.code, "detail": self.message, "body": "", "errors": self.message})
+        return Response(body, status_code=self.status, headers=self.headers, media_type="application/json")
+
+
+def _json(said: Mapping[str, object]) -> bytes:
+    return json.dumps(said).encode("ascii")
 
 
 class BodyRefused(HTTPException):
@@ -98,9 +127,6 @@ class ErrorReply:
     retry: bool | None = None
     param: str | None = None
 
-
-_CALLER = "invalid_request_error"
-_SERVER = "server_error"
 
 # Most specific first; the first class that matches counts.
 ANSWERS: tuple[tuple[type[engine.EngineError], ErrorReply], ...] = (
@@ -135,114 +161,35 @@ RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, ErrorReply], ...] = (
 )
 """Each error class with its code and its reply."""
 
-V2 = "/v2"
-"""The prefix of paths that follow the Open Inference Protocol."""
-A1111 = "/sdapi/"
-"""What the paths of A1111's API begin with."""
-
+_NO_RETRY = {"x-should-retry": "false"}
 _NOT_FOUND_CODES = {
     "model": "model_not_found", "loras": "lora_not_found", "controlnets": "controlnet_not_found",
     "prompt": "lora_not_found",  # in a tag
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorPayload:
-    """An error ready for the wire: status and headers for a whole response, `body` also for an SSE event."""
-
-    status: int
-    headers: Mapping[str, str]
-    message: str
-    kind: str
-    param: str | None
-    code: str
-
-    @property
-    def body(self) -> bytes:
-        """ASCII JSON, so no input (lone surrogates in a field's name) can break it."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode("ascii")
-
-    def response(self, path: str) -> Response:
-        """Return the whole HTTP response to a request for `path`, which decides the form."""
-        body = self.body
-        if path == V2 or path.startswith(V2 + "/"):
-            body = json.dumps({"error": self.message}).encode("ascii")
-        elif path.startswith(A1111):
-            said = {"error": self.code, "detail": self.message, "body": "", "errors": self.message}
-            body = json.dumps(said).encode("ascii")
-        return Response(body, status_code=self.status, headers=dict(self.headers), media_type="application/json")
-
-
-def wire_error(error: BaseException) -> ErrorPayload:
+def wire_error(error: BaseException) -> ApiError:
     """Return what a client receives for `error`. An unexpected one is logged with its traceback and sent without it."""
     if isinstance(error, ApiError):
-        return ErrorPayload(
-            status=error.status,
-            headers=error.headers,
-            message=error.message,
-            kind=error.kind,
-            param=_clip(error.param),
-            code=error.code,
-        )
+        return error
     if isinstance(error, engine.EngineError):
-        return _engine_error(error)
-    if isinstance(error, rank.RankError):
-        return _rank_error(error)
-    log.error("unexpected error", exc_info=error)
-    return ErrorPayload(
-        status=500,
-        headers={"x-should-retry": "false"},
-        message="internal error; the server's log has the details under this request id",
-        kind=_SERVER,
-        param=None,
-        code="internal_error",
-    )
-
-
-def _engine_error(error: engine.EngineError) -> ErrorPayload:
-    answer = next(answer for kind, answer in ANSWERS if isinstance(error, kind))
+        code, answer = next((error.code, answer) for kind, answer in ANSWERS if isinstance(error, kind))
+        usual_s = RETRY_AFTER_DEFAULT_S
+    elif isinstance(error, rank.RankError):
+        code, answer = next((code, answer) for kind, code, answer in RANK_ANSWERS if isinstance(error, kind))
+        usual_s = RANK_RETRY_AFTER_S
+    else:
+        log.error("unexpected error", exc_info=error)
+        message = "internal error; the server's log has the details under this request id"
+        return ApiError(500, message, code="internal_error", kind=_SERVER, headers=_NO_RETRY)
     if answer.status >= 500:
-        log.warning("request failed: %s: %s", error.code, error.message)
+        log.warning("request failed: %s: %s", code, error.message)
     param = error.param or answer.param
-    return ErrorPayload(
-        status=answer.status,
-        headers=_headers(answer, error.retry_after_s),
-        message=error.message,
-        kind=answer.kind,
-        param=_clip(param),
-        code=_code(error, param),
-    )
-
-
-def _rank_error(error: rank.RankError) -> ErrorPayload:
-    code, answer = next((code, answer) for kind, code, answer in RANK_ANSWERS if isinstance(error, kind))
-    if answer.status >= 500:
-        log.warning("ranking failed: %s: %s", code, error.message)
-    return ErrorPayload(
-        status=answer.status,
-        headers=_headers(answer, RANK_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s),
-        message=error.message,
-        kind=answer.kind,
-        param=_clip(error.param or answer.param),
-        code=code,
-    )
-
-
-def _code(error: engine.EngineError, param: str | None) -> str:
     if isinstance(error, engine.NotFound) and param is not None:
-        return _NOT_FOUND_CODES.get(param.partition(".")[0], error.code)
-    return error.code
-
-
-def _headers(answer: ErrorReply, retry_after_s: float | None) -> dict[str, str]:
-    if answer.retry is None:
-        return {}
-    if not answer.retry:
-        return {"x-should-retry": "false"}
-    wait_s = RETRY_AFTER_DEFAULT_S if retry_after_s is None or not math.isfinite(retry_after_s) else retry_after_s
-    return {"retry-after": str(math.ceil(min(max(wait_s, 1.0), RETRY_AFTER_MAX_S)))}
-
-
-def _clip(param: str | None) -> str | None:
-    return param if param is None or len(param) <= PARAM_MAX_CHARS else param[:PARAM_MAX_CHARS] + "..."
+        code = _NOT_FOUND_CODES.get(param.partition(".")[0], code)
+    headers = _NO_RETRY if answer.retry is False else {}
+    if answer.retry:
+        told_s = error.retry_after_s
+        wait_s = usual_s if told_s is None or not math.isfinite(told_s) else told_s
+        headers = {"retry-after": str(math.ceil(min(max(wait_s, 1.0), RETRY_AFTER_MAX_S)))}
+    return ApiError(answer.status, error.message, code=code, kind=answer.kind, param=param, headers=headers)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait_serving.http.edge.auth import ApiKey, has_valid_key
-from plait_serving.http.edge.errors import A1111, ApiError, wire_error
+from plait_serving.http.edge.errors import A1111, ApiError
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The host names of a server that listens on loopback only."""
@@ -80,8 +80,7 @@ class OriginMiddleware(CORSMiddleware):
         if answer.status_code < 400:
             return answer
         message = "this server lets no pages of that origin ask so: see server.allowed_origins"
-        error = ApiError(403, message, code="origin_not_allowed", kind="permission_error")
-        return wire_error(error).response("")
+        return ApiError(403, message, code="origin_not_allowed", kind="permission_error").response("")
 
 
 def _as_browsers_send(origin: str) -> str:

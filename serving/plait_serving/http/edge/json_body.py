@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import islice
@@ -30,15 +31,27 @@ _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed beside the event loop, one after the other (`turn_threads.READING`)."""
 
 
-def parse_json(body: bytes) -> Any:
-    """Parse a body. Raises `json.JSONDecodeError`, or `BodyRefused` if an object has two members with one name."""
-    return json.loads(body, object_pairs_hook=_object)
+def parse_json(text: bytes) -> Any:
+    """Parse JSON. Raises `ValueError` or `RecursionError`, or `BodyRefused` if an object has two members with one
+    name."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _parse_body(pieces: list[bytes]) -> Any:
+    """Parse a body. Raises `BodyRefused`."""
+    try:
+        return parse_json(b"".join(pieces))
+    except json.JSONDecodeError as error:
+        problem = f"the body is not JSON: {error.msg}"
+    except (ValueError, RecursionError):
+        problem = "the body could not be read as JSON"
+    raise BodyRefused(ApiError(400, problem, code="invalid_json"))
 
 
 def _parse_long(pieces: list[bytes]) -> Any:
     gc.disable()  # the collector would look at all values again for each few hundred new ones
     try:
-        return parse_json(b"".join(pieces))
+        return _parse_body(pieces)
     finally:
         gc.enable()
 
@@ -46,24 +59,14 @@ def _parse_long(pieces: list[bytes]) -> Any:
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(members)
     if len(made) < len(members):
-        name = _first_duplicate(members)[:_LONGEST_NAME]
+        counts = Counter(name for name, _ in members)
+        name = next(name for name, count in counts.items() if count > 1)[:_LONGEST_NAME]
         raise BodyRefused(ApiError(400, f"{name}: the body has it twice", code="duplicate_field", param=name))
     return made
 
 
-def _first_duplicate(members: list[tuple[str, Any]]) -> str:
-    seen: set[str] = set()
-    for name, _ in members:
-        if name in seen:
-            return name
-        seen.add(name)
-    raise AssertionError("there is one, or fewer would have been kept")
-
-
 class _JsonRequest(Request):
-    """A request whose `json` refuses what `parse_json` refuses."""
-
-    read_bytes = 0
+    """A request whose `json` raises `BodyRefused` for what is none, or says something twice."""
 
     async def body(self) -> bytes:
         """Return the body; of JSON, which is parsed at once, only its first byte: while images are made of it, its
@@ -72,31 +75,25 @@ class _JsonRequest(Request):
             kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind.startswith("application/") and kind.endswith(("/json", "+json")):
                 pieces = [piece async for piece in self.stream() if piece]
-                self.read_bytes = sum(map(len, pieces))
                 if pieces:
-                    self._json = await self._parsed(pieces, self.read_bytes)
+                    self._json = await self._parsed(pieces)
                 self._body = pieces[0][:1] if pieces else b""
             else:
-                self.read_bytes = len(await super().body())
+                await super().body()
         return self._body
 
     async def json(self) -> Any:
         """Return the parsed body."""
         body = await self.body()
         if not hasattr(self, "_json"):
-            self._json = await self._parsed([body], len(body))
+            self._json = await self._parsed([body])
         return self._json
 
-    async def _parsed(self, pieces: list[bytes], nbytes: int) -> Any:
-        if nbytes <= _INLINE_BYTES:
-            return parse_json(b"".join(pieces))
+    async def _parsed(self, pieces: list[bytes]) -> Any:
+        if sum(map(len, pieces)) <= _INLINE_BYTES:
+            return _parse_body(pieces)
         who: Principal | None = self.scope.get("state", {}).get("principal")
         return await READING.run("" if who is None else who.tenant, partial(_parse_long, pieces))
-
-
-def read_bytes(request: Request) -> int:
-    """Return how long the body was that a `JsonRoute` has read."""
-    return request.read_bytes if isinstance(request, _JsonRequest) else 0
 
 
 class JsonRoute(APIRoute):

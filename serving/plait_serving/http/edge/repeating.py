@@ -104,16 +104,7 @@ class RepeatMiddleware:
         passed = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != _REPEATED]}
         if held := self._refusals.take_held(name):
             passed["headers"].append((_REPEATED, str(held).encode()))
-        began_s = self._monotonic_s()
-
-        def note(answer: _Answer) -> None:
-            self._refusals.note(name, answer, took_s=self._monotonic_s() - began_s)
-
-        def answered(status: int) -> None:
-            if 400 <= status < 500 and status != 429:
-                self._pace.refused(name, self._monotonic_s())
-
-        await self._app(passed, receive, _Listening(send, answered, note))
+        await self._app(passed, receive, self._noting(name, send))
 
     async def _refused_on_the_way(self, name: str, path: str) -> StandingRefusal[_Answer] | None:
         """Wait for the request's turn; return the refusal that came before it."""
@@ -125,32 +116,31 @@ class RepeatMiddleware:
                 return held
         return None
 
+    def _noting(self, name: str, send: Send) -> Send:
+        """Have refusals be counted, and a marked one be noted once it is whole."""
+        began_s, body = self._monotonic_s(), b""
+        start: Message | None = None
 
-class _Listening:
-    """A `Send` that tells each status, and notes a marked answer once it is whole."""
+        async def send_noting(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start":
+                kept = [pair for pair in message["headers"] if pair[0].lower() != _REFUSED]
+                is_marked, status = len(kept) < len(message["headers"]), message["status"]
+                message = {**message, "headers": kept}
+                start = message if is_marked else None
+                if 400 <= status < 500 and status != 429:
+                    self._pace.refused(name, self._monotonic_s())
+            elif start is not None and message["type"] == "http.response.body":
+                body += message.get("body", b"")
+                if len(body) > _MAX_BODY_BYTES:
+                    start = None
+                elif not message.get("more_body", False):
+                    headers = tuple(pair for pair in start["headers"] if pair[0].lower() != _ID)
+                    answer = _Answer(start["status"], headers, body)
+                    self._refusals.note(name, answer, took_s=self._monotonic_s() - began_s)
+            await send(message)
 
-    def __init__(self, send: Send, answered: Callable[[int], None], note: Callable[[_Answer], None]) -> None:
-        self._send = send
-        self._answered = answered
-        self._note = note
-        self._start: Message | None = None
-        self._body = b""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            kept = [pair for pair in message["headers"] if pair[0].lower() != _REFUSED]
-            is_marked = len(kept) < len(message["headers"])
-            message = {**message, "headers": kept}
-            self._start = message if is_marked else None
-            self._answered(message["status"])
-        elif self._start is not None and message["type"] == "http.response.body":
-            self._body += message.get("body", b"")
-            if len(self._body) > _MAX_BODY_BYTES:
-                self._start = None
-            elif not message.get("more_body", False):
-                headers = tuple(pair for pair in self._start["headers"] if pair[0].lower() != _ID)
-                self._note(_Answer(self._start["status"], headers, self._body))
-        await self._send(message)
+        return send_noting
 
 
 def _name_of(scope: Scope) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plait_serving.diffusion.values import Tenant
 from plait_serving.http.edge.auth import Principal
 from plait_serving.http.edge.errors import ApiError
 
@@ -30,28 +29,22 @@ class TenantLimits:
     queued_s: float | None = None
 
 
-def tenant_of(name: str, limits: TenantLimits) -> Tenant:
-    """Return a tenant as the engine sees it."""
-    return Tenant(name=name, weight=limits.weight, queued_s=limits.queued_s)
+_ROUNDING_S = 1e-9
 
 
 class TokenBucket:
     """Takes `rate` requests per second, and up to a second's worth at once (at least one)."""
 
     def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._room = max(1.0, rate)
-        self._tokens = self._room
-        self._at_s: float | None = None
+        self._each_s, self._ahead_s = 1.0 / rate, max(1.0, rate) / rate
+        self._ends_s = -math.inf
 
     def take(self, now_s: float) -> float:
         """Take one request; return 0, or the seconds until one can be taken."""
-        if self._at_s is not None:
-            self._tokens = min(self._room, self._tokens + (now_s - self._at_s) * self._rate)
-        self._at_s = now_s
-        if self._tokens < 1.0:
-            return (1.0 - self._tokens) / self._rate
-        self._tokens -= 1.0
+        ends_s = max(now_s, self._ends_s) + self._each_s
+        if (wait_s := ends_s - now_s - self._ahead_s) > _ROUNDING_S:
+            return wait_s
+        self._ends_s = ends_s
         return 0.0
 
 

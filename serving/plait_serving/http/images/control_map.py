@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,13 +11,12 @@ from starlette.requests import Request
 
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.request_fields import OutputSize
-from plait_serving.diffusion.values import RgbImage
 from plait_serving.http.context import ContextDep
-from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.json_body import JsonRoute, StrictBody
-from plait_serving.http.images.resolve import resolve
-from plait_serving.http.images.schemas import ControlNetBody, GenerationBody, Name, bool_or_name
+from plait_serving.http.images.routes import accepted, base64_of
+from plait_serving.http.images.schemas import ControlNetBody, GenerationBody, bool_or_name
 from plait_serving.images.codec import OutputFormat, encode_image
+from plait_serving.sections import Name
 
 PATH = "/v1/images/control_maps"
 
@@ -48,30 +46,16 @@ async def control_map(body: ControlMapBody, request: Request, context: ContextDe
     """Return the map that a generation with this entry of `controlnets` would use: stretched to the output's size, and
     with `preprocess` made from an ordinary image."""
     catalog = await context.image_service.catalog(anew=True)
-    tenant = principal(request).tenant
     control = ControlNetBody(name=body.name, image=body.image, preprocess=body.preprocess)
     wanted: dict[str, Any] = {"size": body.size, "num_inference_steps": 1, "controlnets": [control]}
     takes = (card.name for card in catalog.models if card.controlnets is None or body.name in card.controlnets)
-    work = partial(
-        resolve,
-        GenerationBody(prompt="-", model=next(takes, None), **wanted),
-        catalog,
-        request_id="",
-        random_seed=0,
-        preprocessors=context.settings.preprocessors,
-        decode_limits=context.settings.decode_limits,
-        tenant=tenant,
-        allowed=context.limits_of(tenant),
-    )
+    generation = GenerationBody(prompt="-", model=next(takes, None), **wanted)
     try:
-        resolved = await context.decoder.run(tenant, work)
-        encoded = await context.workers.run(tenant, partial(_png, resolved.controlnets[0].image))
+        asked = await accepted(generation, catalog, request, context)
+        encode = partial(encode_image, asked.controlnets[0].image, OutputFormat.PNG)
+        encoded = await context.workers.run(asked.tenant.name, encode)
     except EngineError as error:
         if error.param is not None:
             error.param = error.param.removeprefix(_PLACE)
         raise
-    return ControlMapResponse(b64_json=encoded, size=f"{resolved.width}x{resolved.height}")
-
-
-def _png(image: RgbImage) -> str:
-    return base64.b64encode(encode_image(image, OutputFormat.PNG, quality=100, parameters=None)).decode("ascii")
+    return ControlMapResponse(b64_json=base64_of(encoded), size=f"{asked.width}x{asked.height}")

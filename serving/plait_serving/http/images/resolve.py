@@ -6,8 +6,8 @@ Everything cheap is checked before the first control image is decoded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from plait_serving.diffusion.admission import (
     ImageLimits,
@@ -26,19 +26,18 @@ from plait_serving.diffusion.values import (
     MAX_SCALE,
     ControlRef,
     Edit,
-    GreyImage,
     ImageRequest,
     LoraPolicy,
     LoraRef,
     LoraSet,
     PromptSyntax,
     RgbImage,
+    Tenant,
 )
-from plait_serving.http.edge.tenants import TenantLimits, tenant_of
+from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.http.images.schemas import (
     MAX_LIST,
     MAX_MODEL_CHARS,
-    ControlNetBody,
     EditBody,
     GenerationBody,
     LoraBody,
@@ -80,8 +79,9 @@ def resolve(
     allowed = TenantLimits() if allowed is None else allowed
     model, named = chosen_model(body.model, catalog)
     limits = model.limits
-    upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
-    width, height = _size(body, upload, model)
+    upload = _bytes(body.image, "image", decode_limits) if isinstance(body, EditBody) else None
+    shape = None if upload is None else image_size(upload, param="image", limits=decode_limits)
+    width, height = _size(body, shape, model)
     prompt, tags = _read_prompts(body)
     samplers, scheduler = model.terms.samplers, model.default_scheduler
     if upload is not None and not model.terms.reads_images and scheduler not in samplers.starts:
@@ -101,23 +101,22 @@ def resolve(
         loras=_loras({"model": named, "loras": body.loras or [], "prompt": tags}, catalog, limits),
         deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
         wants_progress=bool(body.stream),
-        tenant=tenant_of(tenant, allowed),
+        tenant=Tenant(name=tenant, weight=allowed.weight, queued_s=allowed.queued_s),
         model=model.name,
     )
     check_numbers(request, limits, model.terms)
     _check_allowed(request, allowed)
     _check_stream(request)
-    _check_controlnets(body, catalog, model, preprocessors)
-    if upload is not None:
-        request = upload.put_into(request, model.terms)
+    preprocess = _preprocessing(body, catalog, model, preprocessors)
+    if isinstance(body, EditBody) and upload is not None:
+        request = _edited(request, body, upload, model.terms, decode_limits)
         check_takes(request, model.terms)
     if request.lora_policy is LoraPolicy.BOUNDED_ASYNC and "lora_free_steps" not in given(body, ImageRequest):
         request = replace(request, lora_free_steps=request.run_steps // LORA_FREE_SHARE)
     check_policy(request)
     if not request.loras:
         request = replace(request, lora_free_steps=0)
-    controls = _controls(body, catalog, width=width, height=height, preprocessors=preprocessors, limits=decode_limits)
-    return replace(request, controlnets=controls)
+    return replace(request, controlnets=_controls(body, preprocess, width, height, decode_limits))
 
 
 def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraRef]]:
@@ -160,21 +159,21 @@ def _check_stream(request: ImageRequest) -> None:
         raise RequestError("partial_images needs stream: true", param="partial_images")
 
 
-def _size(body: GenerationBody, upload: Upload | None, model: BaseModelCard) -> tuple[int, int]:
+def _size(body: GenerationBody, shape: tuple[int, int] | None, model: BaseModelCard) -> tuple[int, int]:
     """Return the output's size: an edit without one has its image's, rounded down; of a model that reads the image, in
     its shape and of the model's own area."""
     if body.size is not None:
         return body.size
-    if upload is None:
+    if shape is None:
         return model.default_width, model.default_height
     limits, scale = model.limits, 1.0
     if model.terms.reads_images:
-        scale = math.sqrt(model.default_width * model.default_height / (upload.width * upload.height))
-    edges = (round(scale * edge) for edge in (upload.width, upload.height))
+        scale = math.sqrt(model.default_width * model.default_height / math.prod(shape))
+    edges = (round(scale * edge) for edge in shape)
     width, height = (edge - edge % limits.size_multiple for edge in edges)
     if min(width, height) < limits.min_edge_px or max(width, height) > limits.max_edge_px:
         raise RequestError(
-            f"the image is {upload.width}x{upload.height}, edges go from {limits.min_edge_px} to {limits.max_edge_px} "
+            f"the image is {shape[0]}x{shape[1]}, edges go from {limits.min_edge_px} to {limits.max_edge_px} "
             "pixels: give a size",
             param="size",
         )
@@ -202,10 +201,11 @@ def _loras(parts: Mapping[str, Sequence[LoraRef | LoraBody]], catalog: Catalog, 
     return tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items())
 
 
-def _check_controlnets(
+def _preprocessing(
     body: GenerationBody, catalog: Catalog, model: BaseModelCard, preprocessors: Preprocessors
-) -> None:
-    bodies = body.controlnets or []
+) -> list[Callable[[RgbImage], RgbImage] | None]:
+    """Check the ControlNets; return what makes each one's map of an ordinary image, None where the map is sent."""
+    bodies, found = body.controlnets or [], list[Callable[[RgbImage], RgbImage] | None]()
     check_spans([(control.start, control.end) for control in bodies], model.limits)
     for i, control in enumerate(bodies):
         card, param = catalog.controlnet(control.name), f"controlnets.{i}.name"
@@ -218,48 +218,32 @@ def _check_controlnets(
                 f"{', '.join(model.controlnets) or 'none'}",
                 param=param,
             )
-        if control.preprocess is False:
-            continue
-        name = _preprocessor(control, catalog)
-        if name is None or name not in preprocessors:
+        name = (control.preprocess if isinstance(control.preprocess, str) else card.preprocessor) or ""
+        if control.preprocess and name not in preprocessors:
             known = ", ".join(sorted(preprocessors)) or "none"
-            near = hint(name or "", preprocessors) or f"; this server has: {known}"
+            near = hint(name, preprocessors) or f"; this server has: {known}"
             message = f"no preprocessor for ControlNet {control.name!r}{near}"
             raise RequestError(message, param=f"controlnets.{i}.preprocess")
-
-
-def _preprocessor(control: ControlNetBody, catalog: Catalog) -> str | None:
-    if isinstance(control.preprocess, str):
-        return control.preprocess
-    card = catalog.controlnet(control.name)
-    return None if card is None else card.preprocessor
+        found.append(preprocessors[name] if control.preprocess else None)
+    return found
 
 
 def _controls(
     body: GenerationBody,
-    catalog: Catalog,
-    *,
+    preprocessing: list[Callable[[RgbImage], RgbImage] | None],
     width: int,
     height: int,
-    preprocessors: Preprocessors,
     limits: DecodeLimits,
 ) -> tuple[ControlRef, ...]:
     """Decode, stretch to the output's size and preprocess, one image after the other to bound memory."""
     controls = []
-    for i, control in enumerate(body.controlnets or []):
+    for i, (control, preprocess) in enumerate(zip(body.controlnets or [], preprocessing, strict=True)):
         param = f"controlnets.{i}.image"
         raw = decode_base64(control.image, param=param, limits=limits)
-        ordinary = control.preprocess is not False
-        image = decode_image(raw, param=param, limits=limits, paper="white" if ordinary else "black")
+        image = decode_image(raw, param=param, limits=limits, paper="black" if preprocess is None else "white")
         image = resize(image, width=width, height=height)
-        name = _preprocessor(control, catalog) if ordinary else None
-        controls.append(
-            ControlRef(
-                name=control.name,
-                image=image if name is None else preprocessors[name](image),
-                **given(control, ControlRef),
-            )
-        )
+        image = image if preprocess is None else preprocess(image)
+        controls.append(ControlRef(name=control.name, image=image, **given(control, ControlRef)))
     return tuple(controls)
 
 
@@ -279,14 +263,15 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
     if card is not None:
         return card, []
     if alias is not None:
-        return _base(alias.model, catalog), _refs(alias.loras)
+        loras = [LoraRef(name=name, scale=scale) for name, scale in alias.loras.items()]
+        return _base(alias.model, catalog), loras
     name, rest = _first(text, [base.name for base in catalog.models if "+" in base.name])
     names = [lora.name for lora in catalog.loras if "+" in lora.name]
     parts: list[str] = []
     while rest is not None and len(parts) <= MAX_LIST:  # more than a set may have
         part, rest = _first(rest, names)
         parts.append(part)
-    return _base(name, catalog), _refs(dict(map(_lora, _once_each(parts))))
+    return _base(name, catalog), [_lora(part) for part in parts]
 
 
 def _first(text: str, names: Iterable[str]) -> tuple[str, str | None]:
@@ -311,15 +296,7 @@ def _base(name: str, catalog: Catalog) -> BaseModelCard:
     return card
 
 
-def _once_each(parts: list[str]) -> list[str]:
-    names = [part.partition(":")[0] for part in parts]
-    for name in names:
-        if names.count(name) > 1:
-            raise RequestError(f"LoRA {name[:64]!r} is given twice; add the scales", param="model")
-    return parts
-
-
-def _lora(text: str) -> tuple[str, float]:
+def _lora(text: str) -> LoraRef:
     name, colon, scale = text.partition(":")
     try:
         value = float(scale) + 0.0 if colon else 1.0  # no negative zero
@@ -327,70 +304,44 @@ def _lora(text: str) -> tuple[str, float]:
         value = math.nan
     if not name or not abs(value) <= MAX_SCALE:
         raise RequestError(f"{text[:64]!r} is not NAME or NAME:SCALE", param="model")
-    return name, value
-
-
-def _refs(loras: Mapping[str, float]) -> list[LoraRef]:
-    return [LoraRef(name=name, scale=scale) for name, scale in loras.items()]
+    return LoraRef(name=name, scale=value)
 
 
 IMG2IMG_STRENGTH = 0.8
 """What diffusers' Img2Img pipeline takes by default; its Inpaint pipeline takes 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Upload:
-    """The image file of an edit, not decoded yet; `width` and `height` are its own, upright."""
-
-    body: EditBody
-    limits: DecodeLimits
-    raw: bytes
-    width: int
-    height: int
-
-    def put_into(self, request: ImageRequest, terms: RequestTerms) -> ImageRequest:
-        """Return a request with the image decoded: as its edit, image and mask stretched to the output's size, or as
-        its reference, transparent pixels white. Raises `RequestError` naming the field."""
-        width, height = request.width, request.height
-        image, mask = self._layers()
-        if self.body.mask is None and terms.reads_images:
-            for name in request_fields(Edit):
-                if getattr(self.body, name) is not None:
-                    raise RequestError("this model reads the image, and starts from noise", param=name)
-            return replace(request, reference=image)
-        strength = self.body.strength
-        if strength is None:
-            strength = IMG2IMG_STRENGTH if mask is None else 1.0
-        edit = Edit(
-            image=resize(image, width=width, height=height),
-            mask=None if mask is None else resize(mask, width=width, height=height),
-            strength=float(strength),
-            overlay=self.body.overlay is not False,
-            rounds_up=terms.rounds_up,
-        )
-        check_edit(edit, request.steps)
-        return replace(request, edit=edit)
-
-    def _layers(self) -> tuple[RgbImage, GreyImage | None]:
-        image, clear = decode_layers(self.raw, param="image", limits=self.limits)
-        if self.body.mask is None:
-            return image, clear
-        mask = decode_mask(_bytes(self.body.mask, "mask", self.limits), param="mask", limits=self.limits)
+def _edited(
+    request: ImageRequest, body: EditBody, raw: bytes, terms: RequestTerms, limits: DecodeLimits
+) -> ImageRequest:
+    """Return a request with the image `raw` decoded: as its edit, image and mask stretched to the output's size, or as
+    its reference, transparent pixels white. Raises `RequestError` naming the field."""
+    image, mask = decode_layers(raw, param="image", limits=limits)
+    if body.mask is not None:
+        mask = decode_mask(_bytes(body.mask, "mask", limits), param="mask", limits=limits)
         if mask.shape != image.shape[:2]:
-            sizes = f"the mask is {mask.shape[1]}x{mask.shape[0]}, the image {self.width}x{self.height}"
+            sizes = f"the mask is {mask.shape[1]}x{mask.shape[0]}, the image {image.shape[1]}x{image.shape[0]}"
             raise RequestError(f"{sizes}: they must be of one size", param="mask")
         if mask.max() < 128:
-            raise RequestError(
-                "nothing is to be made anew: no pixel of the mask is transparent, and none is white", param="mask"
-            )
-        return image, mask
-
-
-def upload_of(body: EditBody, limits: DecodeLimits) -> Upload:
-    """Return the image of an edit; only its header is read. Raises `RequestError` naming `image`."""
-    raw = _bytes(body.image, "image", limits)
-    width, height = image_size(raw, param="image", limits=limits)
-    return Upload(body=body, limits=limits, raw=raw, width=width, height=height)
+            message = "nothing is to be made anew: no pixel of the mask is transparent, and none is white"
+            raise RequestError(message, param="mask")
+    elif terms.reads_images:
+        for name in request_fields(Edit):
+            if getattr(body, name) is not None:
+                raise RequestError("this model reads the image, and starts from noise", param=name)
+        return replace(request, reference=image)
+    width, height, strength = request.width, request.height, body.strength
+    if strength is None:
+        strength = IMG2IMG_STRENGTH if mask is None else 1.0
+    edit = Edit(
+        image=resize(image, width=width, height=height),
+        mask=None if mask is None else resize(mask, width=width, height=height),
+        strength=float(strength),
+        overlay=body.overlay is not False,
+        rounds_up=terms.rounds_up,
+    )
+    check_edit(edit, request.steps)
+    return replace(request, edit=edit)
 
 
 def _bytes(upload: str | bytes, param: str, limits: DecodeLimits) -> bytes:

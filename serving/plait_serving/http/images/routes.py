@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from plait_serving.http.context import ContextDep, RouteContext, get_context
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.counters import MODEL
-from plait_serving.http.edge.errors import ClientDisconnected, ErrorBody, wire_error
+from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.refusals import StandingRefusal
@@ -91,9 +92,8 @@ def check_again(context: RouteContext, tenant: str) -> None:
 
 def _still(standing: StandingRefusal[Overloaded]) -> _StillRefused:
     """Return a refusal with what is left of its time."""
-    error, left_s = standing.refusal, standing.refusal.retry_after_s
-    if left_s is not None:
-        left_s = max(0.0, left_s - standing.ago_s)
+    error = standing.refusal
+    left_s = None if error.retry_after_s is None else max(0.0, error.retry_after_s - standing.ago_s)
     return _StillRefused(error.message, param=error.param, retry_after_s=left_s)
 
 
@@ -114,11 +114,7 @@ _STREAM_CONTENT = {
     "/generations",
     summary="Make images",
     response_class=Response,
-    responses={
-        200: {"model": GenerationResponse, "content": _STREAM_CONTENT},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
+    responses={200: {"model": GenerationResponse, "content": _STREAM_CONTENT}},
 )
 async def generate(body: GenerationBody, request: Request, context: ContextDep) -> Response:
     """Make `n` images of one prompt, or stream one image's partial images as server-sent events."""
@@ -129,11 +125,7 @@ async def generate(body: GenerationBody, request: Request, context: ContextDep) 
     "/edits",
     summary="Edit an image",
     response_class=Response,
-    responses={
-        200: {"model": EditResponse, "content": _STREAM_CONTENT},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
+    responses={200: {"model": EditResponse, "content": _STREAM_CONTENT}},
     openapi_extra=EDIT_REQUEST,
 )
 async def edit(request: Request, context: ContextDep) -> Response:
@@ -143,9 +135,9 @@ async def edit(request: Request, context: ContextDep) -> Response:
 
 
 async def _respond(body: GenerationBody, request: Request, context: RouteContext) -> Response:
-    work = _open_stream if body.stream else _generate
     ends_s = None if body.deadline_ms is None else context.monotonic_s() + body.deadline_ms / 1000.0
-    return await while_wanted(_in_time(work(body, request, context, ends_s), ends_s, context), request, context)
+    stream = _open_stream(body, request, context, ends_s) if body.stream else None
+    return await while_wanted(_in_time(stream or _generate(body, request, context), ends_s, context), request, context)
 
 
 async def while_wanted(work: Coroutine[Any, Any, Response], request: Request, context: RouteContext) -> Response:
@@ -173,12 +165,7 @@ def _late() -> DeadlineMissed:
     return DeadlineMissed("the deadline passed before the images were there", param="deadline_ms")
 
 
-async def _generate(
-    body: GenerationBody,
-    request: Request,
-    context: RouteContext,
-    ends_s: float | None,  # noqa: ARG001
-) -> Response:
+async def _generate(body: GenerationBody, request: Request, context: RouteContext) -> Response:
     job = await resolved(body, request, context)
     keep = await keeper(body, request, context)
     result = await result_of(job.request, context)
@@ -187,12 +174,8 @@ async def _generate(
     return Response(content, media_type="application/json")
 
 
-def _unheard(progress: Progress) -> None:
-    pass
-
-
 async def result_of(
-    request: ImageRequest, context: RouteContext, told: Callable[[Progress], None] = _unheard
+    request: ImageRequest, context: RouteContext, told: Callable[[Progress], None] = lambda _: None
 ) -> ImageResult:
     """Return what the service makes of a request, whose progress is `told`. Raises the request's error."""
     feed = EventFeed(context.image_service.generate(request))
@@ -273,14 +256,21 @@ async def resolved(body: GenerationBody, request: Request, context: RouteContext
 
 
 async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
+    check_again(context, principal(request).tenant)
+    asked = await accepted(body, catalog, request, context)
+    model = catalog.base(asked.model) or catalog.model
+    request.scope["state"][MODEL] = model.name
+    return ImageReply(body=body, request=asked, model=model, http_id=request.state.request_id)
+
+
+async def accepted(body: GenerationBody, catalog: Catalog, request: Request, context: RouteContext) -> ImageRequest:
+    """Return what a body asks for, as the caller's tenant may. Raises `RequestError` or `NotFound`."""
     tenant = principal(request).tenant
-    check_again(context, tenant)
-    state = request.state
     work = partial(
         resolve,
         body,
         catalog,
-        request_id=f"{state.request_id}.{secrets.token_hex(4)}",  # unique, even if a client sends one id twice
+        request_id=f"{request.state.request_id}.{secrets.token_hex(4)}",  # unique, even if a client sends one id twice
         random_seed=context.random_seed(),
         preprocessors=context.settings.preprocessors,
         decode_limits=context.settings.decode_limits,
@@ -288,12 +278,9 @@ async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, 
         allowed=context.limits_of(tenant),
     )
     if body.controlnets or isinstance(body, EditBody):
-        accepted = await context.decoder.run(tenant, work)
-    else:  # marks may take some 10 ms to read
-        accepted = await READING.run(tenant, work) if body.prompt_syntax == "a1111" else work()
-    model = catalog.base(accepted.model) or catalog.model
-    request.scope["state"][MODEL] = model.name
-    return ImageReply(body=body, request=accepted, model=model, http_id=state.request_id)
+        return await context.decoder.run(tenant, work)
+    # marks may take some 10 ms to read
+    return await READING.run(tenant, work) if body.prompt_syntax == "a1111" else work()
 
 
 def base64_of(encoded: bytes) -> str:
@@ -301,29 +288,28 @@ def base64_of(encoded: bytes) -> str:
     return base64.b64encode(encoded).decode("ascii")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReply:
     """One accepted request and how its images are reported; the methods that encode run in threads."""
 
-    def __init__(self, *, body: GenerationBody, request: ImageRequest, model: BaseModelCard, http_id: str) -> None:
-        self.request = request
-        self._body = body
-        self._model = model
-        self._http_id = http_id
+    body: GenerationBody
+    request: ImageRequest
+    model: BaseModelCard
+    http_id: str
 
     def response_json(self, result: ImageResult, *, created: int, keep: Keep | None) -> bytes:
         """Return the whole response in the form of `schemas.GenerationResponse`; with `keep` it has URLs."""
+        made = enumerate(zip(result.images, result.seeds, result.flagged, strict=True))
         data = [
             {**self._shown(image, index, keep), "seed": seed, "flagged": flagged}
-            for index, (image, seed, flagged) in enumerate(
-                zip(result.images, result.seeds, result.flagged, strict=True)
-            )
+            for index, (image, seed, flagged) in made
         ]
-        return json.dumps({"id": self._http_id, "created": created, "data": data, **self._facts(result)}).encode()
+        return json.dumps({"id": self.http_id, "created": created, "data": data, **self._facts(result)}).encode()
 
     def partial_event(self, preview: Preview, *, created: int) -> bytes:
         """Return OpenAI's event for a partial image."""
         return sse.event(
-            sse.EDIT_PARTIAL if isinstance(self._body, EditBody) else sse.PARTIAL,
+            sse.EDIT_PARTIAL if isinstance(self.body, EditBody) else sse.PARTIAL,
             {
                 "b64_json": base64_of(self.encoded(preview.image, None)),
                 "partial_image_index": preview.index,
@@ -333,33 +319,28 @@ class ImageReply:
 
     def completed_event(self, result: ImageResult, *, created: int) -> bytes:
         """Return OpenAI's event for the finished image, with everything that the plain response contains."""
-        fields = {**self._event_fields(created), **self._facts(result), "id": self._http_id}
+        fields = {**self._event_fields(created), **self._facts(result), "id": self.http_id}
         image = {**self._shown(result.images[0], 0, None), "flagged": result.flagged[0]}
-        kind = sse.EDIT_COMPLETED if isinstance(self._body, EditBody) else sse.COMPLETED
+        kind = sse.EDIT_COMPLETED if isinstance(self.body, EditBody) else sse.COMPLETED
         return sse.event(kind, {**image, **fields})
 
     def _shown(self, image: RgbImage, index: int, keep: Keep | None) -> dict[str, str]:
         encoded = self.encoded(image, index)
-        return {"b64_json": base64_of(encoded)} if keep is None else {"url": keep(encoded, self._body.format)}
+        return {"b64_json": base64_of(encoded)} if keep is None else {"url": keep(encoded, self.body.format)}
 
     def encoded(self, image: RgbImage, index: int | None) -> bytes:
         """Return an image as a file; with the text of image `index` in it, if that is given."""
         text = None if index is None else self.text(index)
-        quality = 100 if self._body.output_compression is None else self._body.output_compression
-        return encode_image(image, self._body.format, quality=quality, parameters=text)
+        quality = 100 if self.body.output_compression is None else self.body.output_compression
+        return encode_image(image, self.body.format, quality=quality, parameters=text)
 
     def text(self, index: int) -> str:
         """Return the parameters of an image, as A1111 writes them."""
-        return infotext(self.request, model=self.model_name, index=index)
+        return infotext(self.request, model=self.model.name, index=index)
 
     def hints(self, result: ImageResult | None) -> list[str]:
         """Return what may not be meant as it was written. None: there are no images."""
-        return [*hints(self._body, self._model.terms), *(() if result is None else result.hints)]
-
-    @property
-    def model_name(self) -> str:
-        """The base model."""
-        return self._model.name
+        return [*hints(self.body, self.model.terms), *(() if result is None else result.hints)]
 
     def _event_fields(self, created: int) -> dict[str, object]:
         """Return what OpenAI's events always carry."""
@@ -368,17 +349,17 @@ class ImageReply:
             "size": f"{self.request.width}x{self.request.height}",
             "quality": "auto",
             "background": "opaque",
-            "output_format": self._body.format.value,
+            "output_format": self.body.format.value,
         }
 
     def _facts(self, result: ImageResult) -> dict[str, object]:
         """Return what is needed to make the same images again, and where the time went."""
         request, timings = self.request, result.timings
         return {
-            "model": self.model_name,
-            "dtype": self._model.dtype,
+            "model": self.model.name,
+            "dtype": self.model.dtype,
             "size": f"{request.width}x{request.height}",
-            "output_format": self._body.format.value,
+            "output_format": self.body.format.value,
             "seed": request.seed,
             **echoed(request),
             **({} if request.edit is None else echoed(request.edit)),
@@ -388,6 +369,6 @@ class ImageReply:
                 stage: round(getattr(timings, f"{stage}_s"), 6)
                 for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
             },
-            "ignored": self._body.ignored,
+            "ignored": self.body.ignored,
             "hints": self.hints(result),
         }

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema, create_model
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema, create_model
 
 from plait_serving.diffusion.request_fields import (
     OutputSize,
@@ -20,10 +19,10 @@ from plait_serving.diffusion.request_fields import (
     member_fields,
     text_of,
 )
-from plait_serving.diffusion.sources.names import RULE, composed, is_name
-from plait_serving.diffusion.values import MAX_SEED, NAME_PATTERN, ControlRef, Edit, ImageRequest, LoraRef
+from plait_serving.diffusion.values import MAX_SEED, ControlRef, Edit, ImageRequest, LoraRef
 from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, StrictBody
 from plait_serving.images.codec import OutputFormat
+from plait_serving.sections import Name, ServedName, checked_name
 
 MAX_MODEL_CHARS = 1024  # a base model and a few LoRAs, whose names may be long
 MAX_LIST = 64  # a guard against parsing a million entries; the model's own limits are lower
@@ -43,25 +42,9 @@ IGNORED_FIELDS = (
 """Fields of OpenAI's API that do not apply to these models: accepted, and listed in the response."""
 
 
-def _name(text: str) -> str:
-    if NAME_PATTERN.fullmatch(text) is None:  # fullmatch: `$` alone would let a final newline pass
-        raise PydanticCustomError(
-            "name",
-            "a name has 1 to 64 letters, digits, dots, dashes and underscores, and starts with a letter or digit",
-        )
-    return text
-
-
-def _lora_name(text: str) -> str:
-    name = composed(text)
-    if not is_name(name):
-        raise PydanticCustomError("name", RULE)
-    return name
-
-
 def _output_format(value: object) -> object:
     if value in ("gif", "svg"):
-        raise PydanticCustomError("output_format", "gif and svg are not made here; use png, jpeg or webp")
+        raise ValueError("gif and svg are not made here; use png, jpeg or webp")
     return value.value if isinstance(value, OutputFormat) else value
 
 
@@ -70,20 +53,17 @@ def bool_or_name(value: object) -> object:
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _name(value)
-    raise PydanticCustomError("preprocess", "true, false or the name of a preprocessor")
+        return checked_name(value)
+    raise ValueError("true, false or the name of a preprocessor")
 
 
 def _upload(value: object) -> object:
     if isinstance(value, str | bytes) and value:
         return value
-    if isinstance(value, list):
-        raise PydanticCustomError("upload", "one image is edited at a time, not a list of them")
-    raise PydanticCustomError("upload", "a file, or in JSON its base64")
+    a_list = "one image is edited at a time, not a list of them"
+    raise ValueError(a_list if isinstance(value, list) else "a file, or in JSON its base64")
 
 
-Name = Annotated[str, AfterValidator(_name)]
-LoraName = Annotated[str, AfterValidator(_lora_name)]
 if TYPE_CHECKING:
     ModelText: TypeAlias = str
     Echoed: TypeAlias = BaseModel
@@ -112,7 +92,7 @@ else:  # the fields that go to the engine as they are, declared there
 class LoraBody(GivenLora):
     """One LoRA of the set, addressed by name."""
 
-    name: LoraName
+    name: ServedName
 
 
 class ControlNetBody(GivenControl):

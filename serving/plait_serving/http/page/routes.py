@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -28,40 +27,33 @@ PAGE_POLICY = _SAME_FOR_BOTH + "; require-trusted-types-for 'script'; trusted-ty
 this part."""
 DOCS_POLICY = _SAME_FOR_BOTH
 
-_HEADERS: Mapping[str, str] = MappingProxyType(
-    {
-        # Asked for each time, answered with 304 while it is the same: a new version of the server is seen at once.
-        "cache-control": "no-cache",
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cross-origin-opener-policy": "same-origin",
-        "cross-origin-resource-policy": "same-origin",
-        "permissions-policy": "camera=(), microphone=(), geolocation=()",
-    }
-)
-
-
-@cache
-def _files() -> Mapping[str, WebFile]:
-    return read_files()
+_HEADERS: Mapping[str, str] = {
+    # Asked for each time, answered with 304 while it is the same: a new version of the server is seen at once.
+    "cache-control": "no-cache",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
 
 
 @router.get("/")
 async def page(request: Request) -> Response:
     """Return the page."""
-    return _sent(request, _files()["index.html"], PAGE_POLICY)
+    return _sent(request, read_files()["index.html"], PAGE_POLICY)
 
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
     """Return the interactive documentation of all routes."""
-    return _sent(request, _files()["docs.html"], DOCS_POLICY)
+    return _sent(request, read_files()["docs.html"], DOCS_POLICY)
 
 
 @router.get(FILES_OF_THE_PAGE + "{name:path}")
 async def file(request: Request, name: str) -> Response:
     """Return a style, a module or an icon of the page."""
-    found = _files().get(name)
+    found = read_files().get(name)
     if found is None or name.endswith(".html"):
         raise ApiError(404, "the page has no such file", code="unknown_route")
     return _sent(request, found, PAGE_POLICY)
@@ -83,15 +75,13 @@ def _sent(request: Request, file: WebFile, policy: str) -> Response:
 WEB_FOLDER = Path(__file__).parents[2] / "web"
 _PACKED = ".gz"
 
-MEDIA_TYPES: Mapping[str, str] = MappingProxyType(
-    {
-        ".html": "text/html; charset=utf-8",
-        ".css": "text/css; charset=utf-8",
-        ".js": "text/javascript; charset=utf-8",
-        ".svg": "image/svg+xml",
-        ".webmanifest": "application/manifest+json",
-    }
-)
+MEDIA_TYPES: Mapping[str, str] = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".webmanifest": "application/manifest+json",
+}
 """What is sent, by ending; a file with another ending (a licence) is not."""
 
 
@@ -105,6 +95,7 @@ class WebFile:
     etag: str
 
 
+@cache
 def read_files() -> Mapping[str, WebFile]:
     """Return the files below `WEB_FOLDER` by their path relative to it, with `/` between its parts and without `.gz`.
 
@@ -121,4 +112,4 @@ def read_files() -> Mapping[str, WebFile]:
             etag = f'"{hashlib.sha256(raw).hexdigest()[:32]}"'
             packed = raw if is_packed else None
             found[name] = WebFile(body=body, packed=packed, media_type=media_type, etag=etag)
-    return MappingProxyType(found)
+    return found

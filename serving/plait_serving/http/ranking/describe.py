@@ -16,7 +16,7 @@ from plait_disagg.values import ModelCard
 if TYPE_CHECKING:
     import torch  # takes two seconds, and the lists of models need none of it
 
-    from plait_serving.ranking.service import BoundModel
+    from plait_serving.ranking.local import BoundModel
 
 PLATFORM = "plait"
 MAX_EXAMPLE = 1024

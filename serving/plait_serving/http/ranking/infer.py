@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from plait_disagg.errors import BadInput, UnknownModel
@@ -21,7 +20,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import RouteContext
 from plait_serving.http.edge.errors import ClientDisconnected
-from plait_serving.http.ranking.submit import deadline, rank, unique_id
+from plait_serving.http.edge.json_body import MAX_DEADLINE_MS
 from plait_serving.ranking.codec import (
     BINARY_OUTPUT,
     HEADER_LENGTH,
@@ -31,7 +30,7 @@ from plait_serving.ranking.codec import (
     hint,
     parse_infer,
 )
-from plait_serving.ranking.service import BoundModel
+from plait_serving.ranking.local import BoundModel
 
 _INLINE_JSON_BYTES = 256 << 10
 """JSON of this size takes about 2 ms on the event loop; passing it to a thread and back takes some 0.1 ms, and adds
@@ -39,30 +38,6 @@ one more thread that competes for the GIL."""
 
 _INLINE_BYTES = 8 << 20
 """Binary tensors are copied once, at some gigabytes per second."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Headers:
-    """The two headers that determine how to read the body."""
-
-    json_length: int | None
-    encoding: str
-
-    @classmethod
-    def of(cls, scope: Scope) -> Self:
-        """Read them from the scope. Raises `BadInput`."""
-        length, encoding = None, ""
-        for name, value in scope["headers"]:
-            if name == b"inference-header-content-length":
-                length = _number(value)
-            elif name == b"content-encoding" and value.strip().lower() != b"identity":
-                encoding = value.decode("latin-1")
-        return cls(length, encoding)
-
-    def is_quick(self, body_bytes: int) -> bool:
-        """Return whether a body of this size may be read on the event loop."""
-        json_bytes = body_bytes if self.json_length is None else self.json_length
-        return json_bytes <= _INLINE_JSON_BYTES and body_bytes <= _INLINE_BYTES
 
 
 class Infer:
@@ -76,26 +51,29 @@ class Infer:
         """Handle an ASGI call. Raises `RankError`, `ClientDisconnected`, and what middlewares raise from `receive`."""
         path, tenant = scope["path_params"], scope["state"]["principal"].tenant
         bound = self._context.ranking_service.get(path["model"], path.get("version"))
-        headers = _Headers.of(scope)
+        json_length, encoding = _headers(scope)
         raw = await _read(receive)
-        read = partial(self._request, scope["state"], bound, headers)
-        if headers.encoding:
-            unpack = partial(inflate, raw, headers.encoding, max_bytes=self._context.settings.max_body_bytes)
+        read = partial(self._request, scope["state"], bound, json_length)
+        if encoding:
+            unpack = partial(inflate, raw, encoding, max_bytes=self._context.settings.max_body_bytes)
             raw = await self._context.workers.run(tenant, unpack)
             scope["state"]["hold_bytes"](len(raw))
-        is_quick = headers.is_quick(len(raw))
+        json_bytes = len(raw) if json_length is None else json_length
+        is_quick = json_bytes <= _INLINE_JSON_BYTES and len(raw) <= _INLINE_BYTES
         body, request = read(raw) if is_quick else await self._context.workers.run(tenant, partial(read, raw))
         answer = await rank(self._context, bound, request, tenant=tenant)
-        _check_version(bound, path.get("version"), answer)
-        payload, json_length = _encode(bound, body, answer)
-        await _send(send, payload, json_length)
+        version = answer.version or bound.card.version  # the model may have been refreshed since the request came
+        if version != path.get("version", version):
+            message = f"model {bound.name!r} is being refreshed: the answer was of version {version!r}"
+            raise UnknownModel(f"{message}, not {path['version']!r}", param="model")
+        await _send(send, *_encode(bound, version, body, answer))
 
     def _request(
-        self, state: dict[str, Any], bound: BoundModel, headers: _Headers, raw: bytes
+        self, state: dict[str, Any], bound: BoundModel, json_length: int | None, raw: bytes
     ) -> tuple[InferBody, RankRequest]:
         """Turn bytes into a checked request. Raises `BadInput`."""
         settings = self._context.settings
-        body = parse_infer(raw, headers.json_length, max_json_bytes=settings.max_infer_json_bytes)
+        body = parse_infer(raw, json_length, max_json_bytes=settings.max_infer_json_bytes)
         for name in body.outputs:
             if name not in bound.card.outputs:
                 message = f"{name[:64]}: the model has no such output{hint(name, bound.card.outputs)}"
@@ -110,33 +88,27 @@ class Infer:
         return body, request
 
 
-def _encode(bound: BoundModel, body: InferBody, answer: RankAnswer) -> tuple[bytes, int | None]:
-    head: dict[str, Any] = {"model_name": bound.name, "model_version": _version(bound, answer)}
+def _headers(scope: Scope) -> tuple[int | None, str]:
+    """Return the length of the body's JSON, if it says so, and its encoding, if it has one. Raises `BadInput`."""
+    length, encoding = None, ""
+    for name, value in scope["headers"]:
+        if name == b"inference-header-content-length":
+            length = _number(value)
+        elif name == b"content-encoding" and value.strip().lower() != b"identity":
+            encoding = value.decode("latin-1")
+    return length, encoding
+
+
+def _encode(bound: BoundModel, version: str, body: InferBody, answer: RankAnswer) -> tuple[bytes, int | None]:
+    head: dict[str, Any] = {"model_name": bound.name, "model_version": version}
     if body.id is not None:
         head["id"] = body.id
     echoed = {name: value for name, value in body.parameters.items() if name != BINARY_OUTPUT}
     if echoed:
         head["parameters"] = echoed
     asked = body.outputs or dict.fromkeys(bound.card.outputs, body.binary_output)
-    outputs = [(name, _array(answer, name), binary) for name, binary in asked.items()]
-    return encode_answer(head, outputs)
-
-
-def _version(bound: BoundModel, answer: RankAnswer) -> str:
-    """Return the version that made the answer: the model may have been refreshed since the request came."""
-    return answer.version or bound.card.version
-
-
-def _check_version(bound: BoundModel, asked: str | None, answer: RankAnswer) -> None:
-    if asked is not None and _version(bound, answer) != asked:
-        message = (
-            f"model {bound.name!r} is being refreshed: the answer was of version {answer.version!r}, not {asked!r}"
-        )
-        raise UnknownModel(message, param="model")
-
-
-def _array(answer: RankAnswer, name: str) -> npt.NDArray[np.float32]:
-    return np.ascontiguousarray(answer.outputs[name].numpy())
+    arrays = {name: np.ascontiguousarray(answer.outputs[name].numpy()) for name in asked}
+    return encode_answer(head, [(name, arrays[name], binary) for name, binary in asked.items()])
 
 
 async def _read(receive: Receive) -> bytes:
@@ -192,3 +164,33 @@ def inflate(raw: bytes, encoding: str, *, max_bytes: int) -> bytes:
         detail = "ends too early" if not unpacker.eof else "goes on after its end"
         raise BadInput(f"the compressed body {detail}", param="content-encoding")
     return body
+
+
+def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
+    """Return the moment set by `deadline_ms` (ours) or `timeout` (Triton's, in microseconds; 0 is none).
+
+    Raises `BadInput`.
+    """
+    wait_ms, name = parameters.get("deadline_ms"), "deadline_ms"
+    if wait_ms is None:
+        timeout_us, name = parameters.get("timeout", 0), "timeout"
+        if timeout_us == 0:
+            return None
+        wait_ms = timeout_us / 1e3 if type(timeout_us) in (int, float) else timeout_us
+    if type(wait_ms) not in (int, float) or not 0 < wait_ms <= MAX_DEADLINE_MS:
+        message = f"parameters.{name}: must be a number above 0, at most {MAX_DEADLINE_MS} ms"
+        raise BadInput(message, param=f"parameters.{name}")
+    return now_s + float(wait_ms) / 1e3
+
+
+async def rank(context: RouteContext, bound: BoundModel, request: RankRequest, *, tenant: str) -> RankAnswer:
+    """Return the ranker's answer. Raises `RankError`."""
+    start_s = context.monotonic_s()
+    answer = await bound.ranker.rank(request)
+    context.metrics.observe_rank(bound.name, request.candidates, context.monotonic_s() - start_s, answer, tenant)
+    return answer
+
+
+def unique_id(state: Mapping[str, Any], number: int) -> str:
+    """Return the request's id with a number appended: a client's id may repeat."""
+    return f"{state['request_id']}.{number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.demo import ranking as demo_ranking
-from plait_serving.http.ranking.rank_body import RecommendBody, arrays_of
+from plait_serving.http.ranking.recommend import RecommendBody, arrays_of
 from plait_serving.ranking.inputs import Binder
 from plait_serving.starter.ranking.picks import INPUTS
 

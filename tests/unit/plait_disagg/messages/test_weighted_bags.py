@@ -15,7 +15,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.messages.layout import layout_of_inputs
 from plait_disagg.values import ModelCard
 from plait_serving.http.ranking.describe import example, metadata
-from plait_serving.http.ranking.rank_body import arrays_of
+from plait_serving.http.ranking.recommend import arrays_of
 from plait_serving.ranking.inputs import Binder
 
 INPUTS = (Bag("seen", "user", weighted=True), Ids("item"), Bag("tags", weighted=True, largest=5))

@@ -41,6 +41,16 @@ async def test_seeds_and_ids_do_not_make_another_request() -> None:
         assert not suspects.is_refused(other)
 
 
+async def test_images_of_any_size_are_told_apart_by_all_of_their_pixels() -> None:
+    """What Python prints of a large one is its corners: a request that reads another image was refused for it."""
+    suspects = FatalRequests()
+    image = np.zeros((64, 64, 3), dtype=np.uint8)
+    suspects.killed_two(replace(REQUEST, edit=None, reference=image))
+    assert suspects.is_refused(replace(REQUEST, edit=None, reference=image.copy()))
+    image[32, 32] = 1
+    assert not suspects.is_refused(replace(REQUEST, edit=None, reference=image))
+
+
 async def test_a_refusal_ends_and_their_number_is_bounded() -> None:
     """Replicas may have died for another reason; and a memory of all requests would be an attack of its own."""
     now = [0.0]
