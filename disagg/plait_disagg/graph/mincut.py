@@ -24,15 +24,10 @@ from plait_disagg.graph.small_tables import is_bound
 _SOURCE, _SINK = ("end", "cn"), ("end", "hn")
 
 
-class MinCut:
-    """The cutter that minimizes the cost (`cut.py`) over all allowed cuts, to the picosecond."""
-
-    name = "mincut"
-
-    def cut(self, problem: CutProblem) -> frozenset[str]:
-        """Implement `Cutter.cut` with a minimum s-t cut."""
-        _, (cn_side, _) = nx.minimum_cut(_network(problem), _SOURCE, _SINK)
-        return frozenset(name for kind, name in cn_side if kind == "node")
+def min_cut(problem: CutProblem) -> frozenset[str]:
+    """Cut so that the cost (`cut.py`) is the least of all allowed cuts, to the picosecond."""
+    _, (cn_side, _) = nx.minimum_cut(_network(problem), _SOURCE, _SINK)
+    return frozenset(name for kind, name in cn_side if kind == "node")
 
 
 def _network(problem: CutProblem) -> Any:
@@ -42,28 +37,21 @@ def _network(problem: CutProblem) -> Any:
     bound = {node.name for node in program.nodes if is_bound(node)}
     readers: dict[str, list[tuple[str, str]]] = {}
     for name, read in made_by.items():
-        _arc(network, _SOURCE, ("node", name), None if name in bound else _ps(problem.hn_s[name]))
-        _arc(network, ("node", name), _SINK, _ps(problem.cn_s[name]))
+        network.add_edge(_SOURCE, ("node", name), **({} if name in bound else _ps(problem.hn_s[name])))
+        network.add_edge(("node", name), _SINK, **_ps(problem.cn_s[name]))
         for value in read:
             readers.setdefault(value, []).append(("node", name))
             if value in made_by:
-                _arc(network, ("node", name), ("node", value), None)
+                network.add_edge(("node", name), ("node", value))
     for _, ref in program.outputs:
         readers.setdefault(ref.name, []).append(_SINK)
     for value, ends in readers.items():
         start = ("node", value) if value in made_by else _SOURCE
-        _arc(network, start, ("crosses", value), _ps(problem.value_bytes[value] / problem.link_bytes_per_s))
-        for end in ends:
-            _arc(network, ("crosses", value), end, None)
+        network.add_edge(start, ("crosses", value), **_ps(problem.value_bytes[value] / problem.link_bytes_per_s))
+        network.add_edges_from((("crosses", value), end) for end in ends)
     return network
 
 
-def _arc(network: Any, start: tuple[str, str], end: tuple[str, str], capacity: int | None) -> None:
-    if capacity is None:
-        network.add_edge(start, end)  # networkx: no capacity is infinite
-    else:
-        network.add_edge(start, end, capacity=capacity)
-
-
-def _ps(seconds: float) -> int:
-    return round(seconds * 1e12)
+def _ps(seconds: float) -> dict[str, int]:
+    """Return the capacity of an arc; one without is infinite to networkx."""
+    return {"capacity": round(seconds * 1e12)}

@@ -130,7 +130,7 @@ def _cut(
 ) -> tuple[Program, frozenset[str]]:
     """Compute the cut, with times measured on this machine, and return it with the program."""
     problem = cut_problem(ready, tables, candidates=question.candidates, ids_per_bag=per_bag)
-    nodes = CUTTERS[question.cutter or _DEFAULT_CUTTER].cut(problem)
+    nodes = CUTTERS[question.cutter or _DEFAULT_CUTTER](problem)
     program = placed(problem.program, nodes)
     return program, nodes & {node.name for node in program.nodes}
 
