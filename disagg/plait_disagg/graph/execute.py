@@ -20,27 +20,16 @@ from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, TILE, Node, Program
 from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables, TablesOfBags
+from plait_disagg.tables.values import Lookup
 
+_FREQUENT = (
+    "add.Tensor bmm.default cat.default div.Tensor layer_norm.default matmul.default mul.Tensor prelu.default "
+    "relu.default reshape.default sigmoid.default softmax.int squeeze.dim stack.default sub.Tensor tanh.default "
+    "transpose.int unsqueeze.default"
+)
 _DIRECT: Mapping[str, Callable[..., Any]] = {
-    "aten.add.Tensor": torch.add,
-    "aten.bmm.default": torch.bmm,
-    "aten.cat.default": torch.cat,
-    "aten.div.Tensor": torch.div,
-    "aten.layer_norm.default": torch.layer_norm,
     "aten.linear.default": torch._C._nn.linear,
-    "aten.matmul.default": torch.matmul,
-    "aten.mul.Tensor": torch.mul,
-    "aten.prelu.default": torch.prelu,
-    "aten.relu.default": torch.relu,
-    "aten.reshape.default": torch.reshape,
-    "aten.sigmoid.default": torch.sigmoid,
-    "aten.softmax.int": torch.softmax,
-    "aten.squeeze.dim": torch.squeeze,
-    "aten.stack.default": torch.stack,
-    "aten.sub.Tensor": torch.sub,
-    "aten.tanh.default": torch.tanh,
-    "aten.transpose.int": torch.transpose,
-    "aten.unsqueeze.default": torch.unsqueeze,
+    **{f"aten.{name}": getattr(torch, name.partition(".")[0]) for name in _FREQUENT.split()},
 }
 """Direct bindings of frequent overloads: the same kernel with less overhead (calling an overload costs 2 to 4 us
 more, measured, and a request with one candidate makes about twenty calls)."""
@@ -202,13 +191,7 @@ class _Stage(nn.Module):
             if isinstance(ids, tuple) and isinstance(offsets, tuple):
                 bags.append(LookupBags(lookup=lookup, ids=ids, offsets=offsets))
                 continue
-            assert isinstance(ids, torch.Tensor)
-            assert not isinstance(offsets, tuple)
-            assert not isinstance(weights, tuple)
-            if lookup.mode != "rows" and offsets is None:
-                offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
-                ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
-            requests.append(LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
+            requests.append(lookup_request(lookup, ids, offsets, weights))
         if not bags:
             return self._tables.lookup(requests)
         assert isinstance(self._tables, TablesOfBags)
@@ -216,6 +199,14 @@ class _Stage(nn.Module):
         others = iter(self._tables.lookup(requests) if requests else ())
         are_bags = [isinstance(ids, tuple) for ids in asked[::3]]
         return [next(pooled if is_bag else others) for is_bag in are_bags]
+
+
+def lookup_request(lookup: Lookup, ids: Any, offsets: Any, weights: Any) -> LookupRequest:
+    """Return the request of a lookup's arguments: where rows are pooled, ids in equal rows are bags, too."""
+    if lookup.mode != "rows" and offsets is None:
+        offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
+        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+    return LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
 
 
 def _row_count(x: torch.Tensor, dim: int) -> int:
