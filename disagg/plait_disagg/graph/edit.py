@@ -90,9 +90,7 @@ def simplify(program: Program) -> Program:
     for node in program.nodes:
         mapped = map_refs(node, lambda ref: same.get(ref.name, ref))
         if mapped.op in _IDENTITIES or _is_whole_slice(mapped):
-            source = mapped.args[0]
-            assert isinstance(source, Ref)
-            same[node.name] = source
+            same[node.name] = mapped.parts[0]
         else:
             nodes.append(mapped)
     outputs = tuple((name, same.get(ref.name, ref)) for name, ref in program.outputs)

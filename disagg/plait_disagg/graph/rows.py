@@ -93,6 +93,17 @@ def one_count(call: OperatorCall) -> str | None:
     return counts.pop() if counts else (PER_ROW if call.out[:1] == (ROWS,) else None)
 
 
+def only_if(holds: Callable[[OperatorCall], bool], why: str) -> Rule:
+    """Return a rule for operators whose calls keep rows apart if that holds."""
+
+    def rule(call: OperatorCall) -> str | None:
+        if not holds(call):
+            raise MixesRows(why)
+        return one_count(call)
+
+    return rule
+
+
 def along(*names: str) -> Rule:
     """Return a rule for operators along the dimensions in the arguments `names`: they must be given and not be the
     first."""
@@ -169,12 +180,11 @@ def repeated(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def permuted(call: OperatorCall) -> str | None:
-    """Check permute: the first dimension stays first."""
-    source = call.tensor("self")
-    if source.counts and call.arguments["dims"][0] % source.ndim:
-        raise MixesRows("it moves the rows away from the first dimension")
-    return one_count(call)
+permuted = only_if(
+    lambda call: not call.tensor("self").counts or call.arguments["dims"][0] % call.tensor("self").ndim == 0,
+    "it moves the rows away from the first dimension",
+)
+"""Checks permute: the first dimension stays first."""
 
 
 def weighted(*names: str, what: str = "its weight depends", over_rows: str = "") -> Rule:
@@ -245,23 +255,16 @@ def einsum(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def normalised(call: OperatorCall) -> str | None:
-    """Check layer_norm and rms_norm: over the last dimensions, never the rows."""
-    source = call.tensor("input")
-    if source.counts and len(call.arguments["normalized_shape"]) >= source.ndim:
-        raise MixesRows("it normalises over the rows")
-    return one_count(call)
+normalised = only_if(
+    lambda call: not call.tensor("input").counts or len(call.arguments["normalized_shape"]) < call.tensor("input").ndim,
+    "it normalises over the rows",
+)
+"""Checks layer_norm and rms_norm: over the last dimensions, never the rows."""
 
 
 def evaluated(name: str, why: str) -> Rule:
     """Return a rule for operators that must not be in training mode, as the argument `name` says."""
-
-    def rule(call: OperatorCall) -> str | None:
-        if call.arguments[name]:
-            raise MixesRows(why)
-        return one_count(call)
-
-    return rule
+    return only_if(lambda call: not call.arguments[name], why)
 
 
 def indexed(call: OperatorCall) -> str | None:
@@ -293,11 +296,10 @@ def scattered(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def square(call: OperatorCall) -> str | None:
-    """Check tril and triu: over the last two dimensions."""
-    if any(fact.ndim < 3 for fact in call.varying()):
-        raise MixesRows("it works on the rows as one side of the triangle")
-    return one_count(call)
+square = only_if(
+    lambda call: all(fact.ndim >= 3 for fact in call.varying()), "it works on the rows as one side of the triangle"
+)
+"""Checks tril and triu: over the last two dimensions."""
 
 
 def unpadded(call: OperatorCall) -> str | None:
@@ -325,13 +327,8 @@ def convolved(call: OperatorCall) -> str | None:
 
 def pooled(dims: int) -> Rule:
     """Return a rule for pooling over the last `dims` dimensions, behind rows and channels."""
-
-    def rule(call: OperatorCall) -> str | None:
-        if call.tensor("self").ndim != dims + 2:
-            raise MixesRows("it pools over the channels' dimension: give it (rows, channels, ...)")
-        return one_count(call)
-
-    return rule
+    why = "it pools over the channels' dimension: give it (rows, channels, ...)"
+    return only_if(lambda call: call.tensor("self").ndim == dims + 2, why)
 
 
 def _check_dims(dims: Any, ndim: int, name: str) -> None:
