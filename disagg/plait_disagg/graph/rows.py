@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch.utils._pytree import tree_leaves
+
 from plait_disagg.graph.program import ROWS
 
 PER_ROW = "rows"
@@ -68,7 +70,9 @@ class OperatorCall:
 
     def varying(self) -> list[Fact]:
         """Return the tensor arguments that have a dimension that counts something."""
-        return [fact for fact in _facts(tuple(self.arguments.values())) if fact.counts is not None]
+        return [
+            part for part in tree_leaves(dict(self.arguments)) if isinstance(part, Fact) and part.counts is not None
+        ]
 
 
 Rule: TypeAlias = Callable[[OperatorCall], "str | None"]
@@ -337,16 +341,6 @@ def _check_dims(dims: Any, ndim: int, name: str) -> None:
     for dim in dims if isinstance(dims, tuple | list) else (dims,):
         if not isinstance(dim, int) or dim % max(ndim, 1) == 0:
             raise MixesRows(f"it works along the rows ({name} {dim})")
-
-
-def _facts(arguments: tuple[Any, ...]) -> list[Fact]:
-    found: list[Fact] = []
-    for argument in arguments:
-        if isinstance(argument, Fact):
-            found.append(argument)
-        elif isinstance(argument, tuple | list):
-            found += _facts(tuple(argument))
-    return found
 
 
 def _text(shape: tuple[int, ...]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from plait_disagg.graph.capture.calls import (
     Call,
@@ -38,7 +39,7 @@ from plait_disagg.graph.capture.draft import (
     Unknown,
     add_lookup,
     dtype_of,
-    leaves,
+    traced_in,
 )
 from plait_disagg.graph.capture.exported import Exported, block_line, export, module_hint, source_line
 from plait_disagg.graph.capture.rows_first import MAKERS, MovedCall, Mover
@@ -187,7 +188,7 @@ class _Capture:
         if picked is not None:
             return _gathered(self._read(picked[0]), self._read(picked[1]), self._draft)
         call = self._bound(node)
-        if not any(isinstance(value, Traced | RowCount) for value in leaves(call.given.values())):
+        if not any(isinstance(value, Traced | RowCount) for value in tree_leaves(dict(call.given))):
             return self._computed(node, call)
         if isinstance(made, tuple | list):
             return None
@@ -210,7 +211,7 @@ class _Capture:
     def _appended(self, node: fx.Node, call: Call) -> Traced:
         """Add a call, or what computes the same where the rows are not in front."""
         out, dtype = self._exported.layout(node, call.op), dtype_of(node.meta["val"])
-        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        layouts = [value.layout for value in traced_in(call.given)]
         plain = all(layout.is_plain for layout in layouts) and (out is None or (out[0].at, out[1]) == (0, 1))
         refused = None
         expanded = call.op == "aten.expand_as.default" and isinstance(call.given["self"], torch.Tensor)
@@ -241,7 +242,7 @@ class _Capture:
         target: Any = node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise UnsupportedOperator(str(target), "it is random")
-        if any(isinstance(value, Unknown) for value in leaves(call.given.values())):
+        if any(isinstance(value, Unknown) for value in tree_leaves(dict(call.given))):
             raise UnsupportedOperator(str(target), "it uses a number that depends on the request")
         if target._schema.is_mutable:
             name = functional_name(node)

@@ -7,13 +7,14 @@ tensor lies in the program, where only the other dimensions take part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from plait_disagg.graph.capture.calls import BagCall, Call, why_unknown
 from plait_disagg.graph.edit import Draft, rows_side
@@ -136,7 +137,7 @@ class TracedDraft(Draft):
             raise UnsupportedOperator(op, str(mixes)) from mixes
         if (counts is not None) != (shape[:1] == (ROWS,)) or ROWS in shape[1:]:
             raise UnsupportedOperator(op, f"it fixes the number of rows: its result is {shape}")
-        traced = [value for value in leaves(given.values()) if isinstance(value, Traced)]
+        traced = traced_in(given)
         anchor = next((value.ref for value in traced if value.fact.counts == PER_ROW), Ref(USER_OF))
         if any(isinstance(value, RowCount) for value in given.values()):  # in a list it is a size
             raise UnsupportedOperator(op, "it uses the number of rows as a number")
@@ -237,12 +238,9 @@ def _offsets(call: BagCall, ids: Traced, read: Callable[[fx.Node], Any]) -> Ref 
     return Ref(bag + OFFSETS)
 
 
-def leaves(values: Iterable[Any]) -> list[Any]:
-    """Return the values, with tuples and lists replaced by what they hold."""
-    found: list[Any] = []
-    for value in values:
-        found += leaves(value) if isinstance(value, tuple | list) else [value]
-    return found
+def traced_in(given: Mapping[str, Any]) -> list[Traced]:
+    """Return the traced tensors among the arguments of a call."""
+    return [value for value in tree_leaves(dict(given)) if isinstance(value, Traced)]
 
 
 def _as_fact(value: Any) -> Any:

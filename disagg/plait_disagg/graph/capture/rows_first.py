@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from plait_disagg.graph.capture.calls import Call
-from plait_disagg.graph.capture.draft import RowsLayout, Traced, TracedDraft, leaves
+from plait_disagg.graph.capture.draft import RowsLayout, Traced, TracedDraft, traced_in
 from plait_disagg.graph.operators import VOCABULARY, schema_of
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
@@ -153,7 +153,7 @@ class Mover:
 
     def _like(self, call: MovedCall) -> RowsLayout:
         """Return the layout of the result of an operator that leaves rows where they are."""
-        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        layouts = [value.layout for value in traced_in(call.given)]
         widest = max(layouts, key=lambda layout: layout.ndim)
         return replace(call.out, before=widest.before, after=widest.after)
 
@@ -176,7 +176,7 @@ class Mover:
 
     def _along(self, call: MovedCall) -> Traced:
         """Rewrite an operator along dimensions other than the rows."""
-        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        layouts = [value.layout for value in traced_in(call.given)]
         layout = layouts[0]
         if any((one.ndim, one.at, one.inner) != (layout.ndim, layout.at, layout.inner) for one in layouts):
             raise MixesRows("its operands have their rows in different places")
