@@ -126,18 +126,13 @@ def compile_program(
 
 def _looked_up_only(program: Program) -> frozenset[str]:
     """Return the bags, without weights, whose ids and offsets go into pooled lookups and nowhere else."""
-    together: dict[str, set[tuple[str, ...]]] = {}
+    ports = {port.name for port in program.inputs}
+    bags = {(name, name + OFFSETS) for name in ports if name + OFFSETS in ports}
+    elsewhere = {ref.name for _, ref in program.outputs}
     for node in program.nodes:
-        pooled = node.op == LOOKUP and node.kwargs["mode"] != "rows"
-        read = tuple(node.inputs)
-        for name in read:
-            together.setdefault(name, set()).add(read if pooled else ())
-    for _, ref in program.outputs:
-        together.setdefault(ref.name, set()).add(())
-    names = [port.name for port in program.inputs if port.name + OFFSETS in together]
-    return frozenset(
-        name for name in names if together.get(name) == together[name + OFFSETS] == {(name, name + OFFSETS)}
-    )
+        if node.op != LOOKUP or node.kwargs["mode"] == "rows" or node.inputs not in bags:
+            elsewhere.update(node.inputs)
+    return frozenset(name for name, offsets in bags if elsewhere.isdisjoint((name, offsets)))
 
 
 def stages(program: Program) -> list[tuple[list[Node], list[Node]]]:
@@ -214,8 +209,7 @@ def _row_count(x: torch.Tensor, dim: int) -> int:
 
 
 def _add(graph: fx.Graph, node: Node, values: Mapping[str, fx.Node], device: str) -> fx.Node:
-    args = resolve(node.args, values)
-    kwargs = {key: resolve(value, values) for key, value in node.kwargs.items()}
+    args, kwargs = resolve(node.args, values), resolve(dict(node.kwargs), values)
     if node.op == TILE:
         return graph.call_function(tile_rows, args, kwargs)
     if node.op == SIZE:

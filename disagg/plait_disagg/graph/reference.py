@@ -30,8 +30,7 @@ def run_reference(
     values |= {port.name: constants[port.name].detach() for port in program.constants}
     with torch.inference_mode():
         for node in program.nodes:
-            args = resolve(node.args, values)
-            kwargs = {key: resolve(value, values) for key, value in node.kwargs.items()}
+            args, kwargs = resolve(node.args, values), resolve(dict(node.kwargs), values)
             values[node.name] = watch(node, _computation(node, args, kwargs, tables))
     return values
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from plait_disagg.graph.capture.calls import BagCall, Call, why_unknown
 from plait_disagg.graph.edit import Draft, rows_side
@@ -132,7 +133,7 @@ class TracedDraft(Draft):
         if operator is None:
             raise UnsupportedOperator(op, why_unknown(op))
         try:
-            counts = operator.rule(OperatorCall({key: _as_fact(value) for key, value in call.arguments.items()}, shape))
+            counts = operator.rule(OperatorCall(tree_map(_as_fact, call.arguments), shape))
         except MixesRows as mixes:
             raise UnsupportedOperator(op, str(mixes)) from mixes
         if (counts is not None) != (shape[:1] == (ROWS,)) or ROWS in shape[1:]:
@@ -141,7 +142,7 @@ class TracedDraft(Draft):
         anchor = next((value.ref for value in traced if value.fact.counts == PER_ROW), Ref(USER_OF))
         if any(isinstance(value, RowCount) for value in given.values()):  # in a list it is a size
             raise UnsupportedOperator(op, "it uses the number of rows as a number")
-        args, kwargs = call.arranged(lambda value: self._plain(value, anchor, op))
+        args, kwargs = call.arranged(partial(tree_map, lambda part: self._plain(part, anchor, op)))
         source = given.get("self")
         if op in _KEEPS_ROWS and shape[:1] == (ROWS,) and isinstance(source, Traced) and source.fact.counts:
             args = (args[0], shape, *args[2:])  # ROWS is -1: as many as there are
@@ -178,7 +179,7 @@ class TracedDraft(Draft):
         return wanted if self._taken[wanted] == 1 else self._name(f"{wanted}_{self._taken[wanted]}")
 
     def _plain(self, value: Any, anchor: Ref, op: str) -> Any:
-        """Return an argument as a program holds it. `anchor`: a value with the rows of the call's result."""
+        """Return a part of an argument as a program holds it. `anchor`: a value with the rows of the call's result."""
         if isinstance(value, Traced):
             return value.ref
         if isinstance(value, RowCount):
@@ -187,8 +188,6 @@ class TracedDraft(Draft):
             raise UnsupportedOperator(op, f"it uses a number that depends on the request ({value.text})")
         if isinstance(value, torch.Tensor):
             return self.constant(self._held[id(value)][1], value)
-        if isinstance(value, tuple | list):
-            return tuple(self._plain(part, anchor, op) for part in value)
         return value
 
 
@@ -244,14 +243,10 @@ def traced_in(given: Mapping[str, Any]) -> list[Traced]:
 
 
 def _as_fact(value: Any) -> Any:
-    """Return an argument as the rules see it."""
+    """Return a part of an argument as the rules see it."""
     if isinstance(value, Traced):
         return value.fact
-    if isinstance(value, torch.Tensor):
-        return Fact(tuple(value.shape))
-    if isinstance(value, tuple | list):
-        return tuple(_as_fact(part) for part in value)
-    return value
+    return Fact(tuple(value.shape)) if isinstance(value, torch.Tensor) else value
 
 
 def side_of(values: Iterable[Any]) -> Rows:
