@@ -64,15 +64,15 @@ class KernelError(LookupError):
     """No implementation fits, or the requested one does not."""
 
 
-def _reference(op: str, function: str, dtypes: frozenset[torch.dtype] = _FLOATS | {torch.float64}) -> ImplInfo:
-    return ImplInfo(op=op, name="reference", entry=f"plait_kernels.{op}.reference:{function}", rank=0, dtypes=dtypes)
+def _reference(entry: str, dtypes: frozenset[torch.dtype] = _FLOATS | {torch.float64}) -> ImplInfo:
+    return ImplInfo(op=entry.split(".")[1], name="reference", entry=entry, rank=0, dtypes=dtypes)
 
 
-def _triton(op: str, function: str, *bounds: SizeBound) -> ImplInfo:
+def _triton(entry: str, *bounds: SizeBound) -> ImplInfo:
     return ImplInfo(
-        op=op,
+        op=entry.split(".")[1],
         name="triton",
-        entry=f"plait_kernels.{op}.triton_impl:{function}",
+        entry=entry,
         rank=10,
         devices=frozenset({"cuda"}),
         dtypes=_FLOATS,
@@ -83,22 +83,24 @@ def _triton(op: str, function: str, *bounds: SizeBound) -> ImplInfo:
 
 
 IMPLS: tuple[ImplInfo, ...] = (
-    _reference("lora_merge", "merge_"),
+    _reference("plait_kernels.lora_merge.reference:merge_"),
     ImplInfo(op="lora_merge", name="concat", entry="plait_kernels.lora_merge.concat:merge_", rank=10, dtypes=_FLOATS),
-    _reference("geglu", "geglu"),
-    _triton("geglu", "geglu"),
-    _reference("group_norm_silu", "group_norm_silu"),
+    _reference("plait_kernels.geglu.reference:geglu"),
+    _triton("plait_kernels.geglu.triton_impl:geglu"),
+    _reference("plait_kernels.group_norm_silu.reference:group_norm_silu"),
     # Offsets are int32, with room for a last tile. A tile holds whole groups; a table of its groups x lanes stays in
     # registers.
     _triton(
-        "group_norm_silu",
-        "group_norm_silu",
+        "plait_kernels.group_norm_silu.triton_impl:group_norm_silu",
         SizeBound(size="elements", high=2**30),
         SizeBound(size="group_channels", low=1, high=1024),
     ),
-    _reference("residual_add", "residual_add_"),
-    _triton("residual_add", "residual_add_", SizeBound(size="residuals", high=4)),  # one kernel argument each
-    _reference("int8_lookup", "int8_lookup", frozenset({torch.float32})),
+    _reference("plait_kernels.residual_add.reference:residual_add_"),
+    _triton(
+        "plait_kernels.residual_add.triton_impl:residual_add_",
+        SizeBound(size="residuals", high=4),  # one kernel argument each
+    ),
+    _reference("plait_kernels.int8_lookup.reference:int8_lookup", frozenset({torch.float32})),
     ImplInfo(
         op="int8_lookup",
         name="quantized",
