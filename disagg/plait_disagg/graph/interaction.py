@@ -114,12 +114,10 @@ class _InteractionSplit:
         layers = self._readers.get(cat.name, [])
         dim = cat.args[1] if len(cat.args) > 1 else 0
         once = cat.parts.count(Ref(pick.name)) == 1 and dim in (1, -1) and len(cat.shape) == 2
-        return once and bool(layers) and all(self._is_layer_over(layer, cat) for layer in layers)
-
-    def _is_layer_over(self, layer: Node, cat: Node) -> bool:
-        weight = layer.args[1] if layer.op == _LINEAR else None
-        is_constant = isinstance(weight, Ref) and self.draft.tensor(weight.name) is not None
-        return layer.args[0] == Ref(cat.name) and is_constant
+        linear = all(layer.op == _LINEAR and layer.args[0] == Ref(cat.name) for layer in layers)
+        weights = [layer.args[1] for layer in layers] if linear else [None]
+        held = [isinstance(it, Ref) and self.draft.tensor(it.name) is not None for it in weights]
+        return once and bool(layers) and all(held)
 
     def _made_by(self, value: Arg, op: str) -> Node | None:
         node = self._values[value.name] if isinstance(value, Ref) else None

@@ -143,7 +143,7 @@ def _write(
         name=name,
         version=options.version,
         inputs=captured.inputs,
-        outputs=_outputs(captured),
+        outputs={key: captured.program.values[ref.name].shape[1:] for key, ref in captured.program.outputs},
         bounds=bounds,
         cut=CutFacts(cutter=options.cutter, tiled=options.tile, candidates=options.candidates),
         largest_candidates=options.largest_candidates,
@@ -260,9 +260,3 @@ def _as_stored(tables: FusedTables, name: str, rows: int) -> torch.Tensor:
     """Return all rows of a table as a lookup would."""
     every = LookupRequest(lookup=Lookup(name=name, table=name, mode="rows"), ids=torch.arange(rows))
     return tables.lookup([every])[0]
-
-
-def _outputs(captured: Captured) -> dict[str, tuple[int, ...]]:
-    """Return the shape of one row of every output."""
-    shapes = {node.name: node.shape[1:] for node in captured.program.nodes}
-    return {name: shapes[ref.name] for name, ref in captured.program.outputs}
