@@ -315,7 +315,7 @@ class GraphProgram:
             return tuple(self._module(*inputs))
         self._buffers.used = next(self._buffers.memory.turns)
         for own, value in zip(shape.graph.inputs, inputs, strict=True):
-            if own.data_ptr() != value.data_ptr():
+            if not _same_place(own, value):
                 (own[:rows] if self._pads else own).copy_(value)
         shape.graph.recording.replay()
         made = shape.graph.outputs
@@ -374,3 +374,10 @@ class GraphProgram:
                 own.copy_(value)
 
         return _Graph(self._buffers.memory.capture(call), frozenset((*names, *made)), inputs, outputs)
+
+
+def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+    )
