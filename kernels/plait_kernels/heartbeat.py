@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 _MIN_LIMIT_S = 90.0
 """A step of milliseconds may once wait for a disk, for memory, for an update of its model, or behind everything else
@@ -31,14 +32,12 @@ def limit_s(expected_s: float | None) -> float:
     return _UNMEASURED_LIMIT_S if expected_s is None else max(_MIN_LIMIT_S, _SLOWER * expected_s)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Task:
     """A piece of work. Each is an object of its own: that it was replaced by another is the progress."""
 
-    __slots__ = ("expected_s", "what")
-
-    def __init__(self, what: str, expected_s: float | None) -> None:
-        self.what = what
-        self.expected_s = expected_s
+    what: str
+    expected_s: float | None
 
 
 class ThreadHeartbeat:

@@ -64,83 +64,43 @@ class KernelError(LookupError):
     """No implementation fits, or the requested one does not."""
 
 
+def _reference(entry: str, dtypes: frozenset[torch.dtype] = _FLOATS | {torch.float64}) -> ImplInfo:
+    return ImplInfo(op=entry.split(".")[1], name="reference", entry=entry, rank=0, dtypes=dtypes)
+
+
+def _triton(entry: str, *bounds: SizeBound) -> ImplInfo:
+    return ImplInfo(
+        op=entry.split(".")[1],
+        name="triton",
+        entry=entry,
+        rank=10,
+        devices=frozenset({"cuda"}),
+        dtypes=_FLOATS,
+        needs=("triton",),
+        bounds=bounds,
+        compiled=True,
+    )
+
+
 IMPLS: tuple[ImplInfo, ...] = (
-    ImplInfo(
-        op="lora_merge",
-        name="reference",
-        entry="plait_kernels.lora_merge.reference:merge_",
-        rank=0,
-        dtypes=_FLOATS | {torch.float64},
+    _reference("plait_kernels.lora_merge.reference:merge_"),
+    ImplInfo(op="lora_merge", name="concat", entry="plait_kernels.lora_merge.concat:merge_", rank=10, dtypes=_FLOATS),
+    _reference("plait_kernels.geglu.reference:geglu"),
+    _triton("plait_kernels.geglu.triton_impl:geglu"),
+    _reference("plait_kernels.group_norm_silu.reference:group_norm_silu"),
+    # Offsets are int32, with room for a last tile. A tile holds whole groups; a table of its groups x lanes stays in
+    # registers.
+    _triton(
+        "plait_kernels.group_norm_silu.triton_impl:group_norm_silu",
+        SizeBound(size="elements", high=2**30),
+        SizeBound(size="group_channels", low=1, high=1024),
     ),
-    ImplInfo(
-        op="lora_merge",
-        name="concat",
-        entry="plait_kernels.lora_merge.concat:merge_",
-        rank=10,
-        dtypes=_FLOATS,
+    _reference("plait_kernels.residual_add.reference:residual_add_"),
+    _triton(
+        "plait_kernels.residual_add.triton_impl:residual_add_",
+        SizeBound(size="residuals", high=4),  # one kernel argument each
     ),
-    ImplInfo(
-        op="geglu",
-        name="reference",
-        entry="plait_kernels.geglu.reference:geglu",
-        rank=0,
-        dtypes=_FLOATS | {torch.float64},
-    ),
-    ImplInfo(
-        op="geglu",
-        name="triton",
-        entry="plait_kernels.geglu.triton_impl:geglu",
-        rank=10,
-        devices=frozenset({"cuda"}),
-        dtypes=_FLOATS,
-        needs=("triton",),
-        compiled=True,
-    ),
-    ImplInfo(
-        op="group_norm_silu",
-        name="reference",
-        entry="plait_kernels.group_norm_silu.reference:group_norm_silu",
-        rank=0,
-        dtypes=_FLOATS | {torch.float64},
-    ),
-    ImplInfo(
-        op="group_norm_silu",
-        name="triton",
-        entry="plait_kernels.group_norm_silu.triton_impl:group_norm_silu",
-        rank=10,
-        devices=frozenset({"cuda"}),
-        dtypes=_FLOATS,
-        needs=("triton",),
-        compiled=True,
-        # Offsets are int32, with room for a last tile. A tile holds whole groups; a table of its groups x lanes
-        # stays in registers.
-        bounds=(SizeBound(size="elements", high=2**30), SizeBound(size="group_channels", low=1, high=1024)),
-    ),
-    ImplInfo(
-        op="residual_add",
-        name="reference",
-        entry="plait_kernels.residual_add.reference:residual_add_",
-        rank=0,
-        dtypes=_FLOATS | {torch.float64},
-    ),
-    ImplInfo(
-        op="residual_add",
-        name="triton",
-        entry="plait_kernels.residual_add.triton_impl:residual_add_",
-        rank=10,
-        devices=frozenset({"cuda"}),
-        dtypes=_FLOATS,
-        needs=("triton",),
-        compiled=True,
-        bounds=(SizeBound(size="residuals", high=4),),  # one kernel argument each
-    ),
-    ImplInfo(
-        op="int8_lookup",
-        name="reference",
-        entry="plait_kernels.int8_lookup.reference:int8_lookup",
-        rank=0,
-        dtypes=frozenset({torch.float32}),
-    ),
+    _reference("plait_kernels.int8_lookup.reference:int8_lookup", frozenset({torch.float32})),
     ImplInfo(
         op="int8_lookup",
         name="quantized",

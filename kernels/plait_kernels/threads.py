@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -82,15 +82,5 @@ def pin_to_cores(cores: Sequence[int]) -> None:
 
 def run_on_own_thread(function: Callable[[], T]) -> T:
     """Call `function` on a thread that then ends along with its workers; return or raise what it does."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-
-    thread = threading.Thread(target=run, name="plait-load")
-    thread.start()
-    thread.join()
-    return result.result()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="plait-load") as pool:
+        return pool.submit(function).result()

@@ -97,7 +97,7 @@ def test_one_copy_on_the_sending_side(scheme: str, tmp_path: Path) -> None:
     assert bags.weights is not None
     lookup = Lookup(name=piece, table=piece, mode="sum")
     asked = LookupRequest(lookup=lookup, ids=bags.ids, offsets=bags.offsets, weights=bags.weights)
-    (value,) = asker.begin([asked], "1").result()
+    (value,) = asker.begin([asked], "1")()
     assert value.shape == (300, 16)
     sent = channel.statistics()
     numbers = bags.ids.nbytes + bags.offsets.nbytes + bags.weights.nbytes
@@ -175,7 +175,7 @@ def test_a_twin_answers_for_a_replica_that_is_lost_or_silent(serve, lost: bool) 
     if lost:
         first.stop(drain_s=0)
     for one in pending:
-        assert torch.equal(one.result()[0], WEIGHTS["t3"][3:4, :16])
+        assert torch.equal(one()[0], WEIGHTS["t3"][3:4, :16])
     assert lost or asker.twins > 0
     gate.may_answer.set()
 
@@ -196,12 +196,12 @@ def test_what_a_shard_has_not_is_refused(serve) -> None:
     asker = reach(0, worker)
     lookup = Lookup(name="x", table="nowhere", mode="rows")
     with pytest.raises(ShardRefused, match="nowhere"):
-        asker.begin([LookupRequest(lookup=lookup, ids=torch.tensor([1]))], "1").result()
+        asker.begin([LookupRequest(lookup=lookup, ids=torch.tensor([1]))], "1")()
     with pytest.raises(ShardRefused, match="id 64"):
-        asker.begin([row_of(64)], "1").result()
+        asker.begin([row_of(64)], "1")()
     with pytest.raises(ValueError, match="pooling needs offsets"):
         asker.begin([LookupRequest(lookup=Lookup(name="x", table="t", mode="sum"), ids=torch.tensor([1]))], "1")
-    (value,) = asker.begin([row_of(63)], "1").result()
+    (value,) = asker.begin([row_of(63)], "1")()
     assert value.shape == (1, 16)
 
 

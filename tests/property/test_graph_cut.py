@@ -29,24 +29,24 @@ def cheapest_s(problem: CutProblem) -> float:
 @settings(max_examples=80)
 @given(cut_problems())
 def test_the_exact_cutter_finds_the_cheapest_cut(problem):
-    """No allowed set of CN nodes costs less than the one that `MinCut` chooses."""
-    assert cost_s(problem, CUTTERS["mincut"].cut(problem)) == pytest.approx(cheapest_s(problem), abs=1e-10)
+    """No allowed set of CN nodes costs less than the one that `min_cut` chooses."""
+    assert cost_s(problem, CUTTERS["mincut"](problem)) == pytest.approx(cheapest_s(problem), abs=1e-10)
 
 
 @settings(max_examples=60)
 @given(cut_problems())
 def test_colouring_gives_a_cut_that_is_allowed_and_repeatable(problem):
     """Prism's cut never sends a value back, keeps lookups on the CN, and is the same the second time."""
-    chosen = CUTTERS["prism"].cut(problem)
+    chosen = CUTTERS["prism"](problem)
     check_cut(problem.program, chosen)
-    assert chosen == CUTTERS["prism"].cut(problem)
+    assert chosen == CUTTERS["prism"](problem)
 
 
 @settings(max_examples=60)
 @given(cut_problems())
 def test_halves_hold_every_needed_node_once_and_cross_what_was_paid_for(problem):
     """The two programs share no operator, lose none that an output needs, and their seam is what the cost counted."""
-    chosen = CUTTERS["mincut"].cut(problem)
+    chosen = CUTTERS["mincut"](problem)
     halves = split(problem.program, chosen)
     cn, hn = ({node.name for node in half.nodes} for half in (halves.cn, halves.hn))
     assert not cn & hn

@@ -34,7 +34,7 @@ def halves_of(name, exact, cutter):
         program, constants = factor_linears(program, constants)
     cn_s = dict.fromkeys(reads(program), 1e-5)
     problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={})
-    halves = split(program, CUTTERS[cutter].cut(problem))
+    halves = split(program, CUTTERS[cutter](problem))
     tables = SeparateTables(captured.tables)
     return compile_program(halves.cn, constants, tables), compile_program(halves.hn, constants)
 

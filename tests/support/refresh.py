@@ -80,27 +80,21 @@ def make() -> tuple[nn.Module, tuple[Input, ...]]:
     return module(6), INPUTS
 
 
-class UserSide:
+def user_side(problem: CutProblem) -> frozenset[str]:
     """A `Cutter`: lookups and all that is the user's on the CN, so that the CN has weights too."""
-
-    name = "user"
-
-    def cut(self, problem: CutProblem) -> frozenset[str]:
-        """See `Cutter`."""
-        program = problem.program
-        made_by = reads(program)
-        chosen: set[str] = set()
-        for node in program.nodes:
-            wanted = node.op in (LOOKUP, SIZE) or node.rows == "user"
-            if wanted and all(name in chosen for name in made_by[node.name] if name in made_by):
-                chosen.add(node.name)
-        return frozenset(chosen)
+    made_by = reads(problem.program)
+    chosen: set[str] = set()
+    for node in problem.program.nodes:
+        wanted = node.op in (LOOKUP, SIZE) or node.rows == "user"
+        if wanted and all(name in chosen for name in made_by[node.name] if name in made_by):
+            chosen.add(node.name)
+    return frozenset(chosen)
 
 
 def packaged(folder: Path) -> Package:
     """`Parts` in ``folder``: takes a second or two; tests copy it."""
     options = PackageOptions(cutter="user", row_format={"liked": "int8", "kinds": "float16"})
-    with mock.patch.object(write, "CUTTERS", {"user": UserSide()}):
+    with mock.patch.object(write, "CUTTERS", {"user": user_side}):
         write.write_package(folder, module(), INPUTS, name="parts", options=options)
     return open_package(folder)
 

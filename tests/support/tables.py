@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -70,16 +70,10 @@ class LocalShard:
 
     def __init__(self, held: HeldPieces) -> None:
         self.held = held
-        self.asked: Sequence[LookupRequest] = ()
 
-    def begin(self, requests: Sequence[LookupRequest], version: str) -> LocalShard:
+    def begin(self, requests: Sequence[LookupRequest], version: str) -> Callable[[], list[torch.Tensor]]:
         """See `ShardTables`."""
-        self.asked = requests
-        return self
-
-    def result(self) -> list[torch.Tensor]:
-        """See `PendingLookup`."""
-        return self.held.lookup(self.asked)
+        return lambda: self.held.lookup(requests)
 
 
 def joined(

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 
@@ -23,7 +24,7 @@ from plait_disagg.dense.buckets import Bucket, bucket_of, pays_from
 from plait_disagg.dense.proven import unproven
 from plait_disagg.dense.trial import TOLERANCE, Given, difference, medians, noise_like, resized, sizes
 from plait_disagg.graph.execute import Compiled
-from plait_disagg.graph.program import Node, Port
+from plait_disagg.graph.program import ROWS, Node, Port
 from plait_kernels.executors import Computation, ExecutorError, InputSpec, PreparedProgram, background
 from plait_kernels.executors.openvino_executor import OpenVinoSettings, available
 from plait_kernels.threads import lower_priority, set_threads
@@ -231,11 +232,5 @@ def _computation(compiled: Compiled, ports: Sequence[Port], example: Given) -> C
 
 def _bytes_of(nodes: Sequence[Node], bucket: Bucket) -> int:
     """Return the bytes of all values of a batch, of which a program keeps a part."""
-    total = 0
-    for node in nodes:
-        rows = bucket.users if node.rows == "user" else bucket.rows
-        elements = 1
-        for size in node.shape:
-            elements *= rows if size < 0 else size
-        total += 4 * elements
-    return total
+    rows = {"user": bucket.users, "item": bucket.rows, "none": bucket.rows}
+    return sum(4 * prod(rows[node.rows] if size == ROWS else size for size in node.shape) for node in nodes)

@@ -18,26 +18,13 @@ _DIVISIONS = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
 _INDEX = "aten.index.Tensor"
 _RESHAPES = frozenset({"aten.view.default", "aten.reshape.default"})
 
-PROVEN = frozenset(
-    {
-        *(f"aten.{name}.{kind}" for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")),
-        *(f"aten.{name}.default" for name in ("linear", "addmm", "mm", "bmm", "relu", "sigmoid", "tanh")),
-        *(f"aten.{name}.default" for name in ("amax", "amin", "cat", "stack")),
-        *(f"aten.{name}.default" for name in ("view", "reshape", "unsqueeze", "permute")),
-        "aten.sum.dim_IntList",
-        "aten.mean.dim",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-        "aten.transpose.int",
-        "aten.slice.Tensor",
-        "aten.select.int",
-        _INDEX,
-        TILE,
-        SIZE,
-    }
+_WORDS = (
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar linear.default "
+    "addmm.default mm.default bmm.default relu.default sigmoid.default tanh.default amax.default amin.default "
+    "cat.default stack.default view.default reshape.default unsqueeze.default permute.default sum.dim_IntList mean.dim "
+    "flatten.using_ints unflatten.int squeeze.dim squeeze.dims transpose.int slice.Tensor select.int index.Tensor"
 )
+PROVEN = frozenset({*(f"aten.{word}" for word in _WORDS.split()), TILE, SIZE})
 """Operators over float32. Sizes are only those of a shape: where a batch fills a part of its program, they count all
 rows. Divisors are constants other than 0; an index is a constant without negative numbers (with
 several indices OpenVINO takes these wrong), or the ids of a small table's rows, which were checked against the table

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.edit import reads
-from plait_disagg.graph.program import LOOKUP, TILE, USER_OF, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.program import LOOKUP, TILE, USER_OF, Node, Port, Program
 
 
 def advice(cn: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> tuple[str, ...]:
@@ -18,20 +18,16 @@ def advice(cn: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> t
     sizes = value_bytes(cn, candidates=candidates, ids_per_bag=ids_per_bag)
     values = cn.values
     crossing = [ref.name for _, ref in cn.outputs]
-    read = reads(cn)
     sentences = []
     for name in crossing:
-        users = _users_in(name, values, read) if values[name].rows == "item" else ()
+        users, where = _users_in(cn, name) if values[name].rows == "item" else ((), "")
         if users:
-            where = _joined_at(name, values, read)
             sentences.append(
                 f"{name} crosses for every candidate ({sizes[name]:,} bytes) and holds the user's {', '.join(users)}: "
                 f"{where} joins them with the candidates' on the CN"
             )
-    given, sent = (
-        sum(sizes[port.name] for port in cn.inputs if port.name != USER_OF),
-        sum(sizes[name] for name in crossing),
-    )
+    given = sum(sizes[port.name] for port in cn.inputs if port.name != USER_OF)
+    sent = sum(sizes[name] for name in crossing)
     if sent > given:
         largest = max(crossing, key=lambda name: sizes[name])
         sentences.append(
@@ -41,44 +37,22 @@ def advice(cn: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> t
     return tuple(sentences)
 
 
-def _users_in(name: str, values: Mapping[str, Port | Node], read: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the user's inputs that a value was computed from, in the order of the program."""
-    seen: set[str] = set()
-    left = [name]
-    while left:
-        one = left.pop()
-        if one not in seen:
-            seen.add(one)
-            left += read.get(one, ())
-    return tuple(one for one, value in values.items() if one in seen and isinstance(value, Port) and _is(value, "user"))
-
-
-def _joined_at(name: str, values: Mapping[str, Port | Node], read: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the operator, with its place, that reads what was repeated over the candidates."""
-    left = [name]
-    seen: set[str] = set()
-    while left:
-        one = left.pop(0)
-        tiled = [
-            source for source in read.get(one, ()) if isinstance(values[source], Node) and _op(values[source]) == TILE
-        ]
-        if tiled:
-            return f"{_op(values[one])} ({one})"
-        left += [source for source in read.get(one, ()) if source not in seen]
-        seen.update(read.get(one, ()))
-    return "the output"
+def _users_in(cn: Program, name: str) -> tuple[tuple[str, ...], str]:
+    """Return the user's inputs that a value was computed from, and the operator, with its place, that reads what was
+    repeated over the candidates."""
+    read, needed, where = reads(cn), {name}, "the output"
+    tiled = {node.name for node in cn.nodes if node.op == TILE}
+    for node in reversed(cn.nodes):
+        if node.name in needed:
+            sources = read.get(node.name, ())
+            needed.update(sources)
+            if where == "the output" and not tiled.isdisjoint(sources):
+                where = f"{node.op} ({node.name})"
+    return tuple(port.name for port in cn.inputs if port.name in needed and port.rows == "user"), where
 
 
 def _why(value: Port | Node) -> str:
-    if isinstance(value, Node) and value.op == LOOKUP and isinstance(value.args[0], Ref):
-        return f"rows of a table, which are wider than the ids in {value.args[0].name}"
+    if isinstance(value, Node) and value.op == LOOKUP:
+        return f"rows of a table, which are wider than the ids in {value.parts[0].name}"
     rows = "the user" if value.rows == "user" else "every candidate"
     return f"{'x'.join(map(str, value.shape[1:])) or '1'} numbers for {rows}"
-
-
-def _op(value: Port | Node) -> str:
-    return value.op if isinstance(value, Node) else "the input"
-
-
-def _is(value: Port | Node, side: Rows) -> bool:
-    return value.rows == side

@@ -12,9 +12,9 @@ every cut and is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
@@ -37,14 +37,9 @@ class CutProblem:
     link_bytes_per_s: float
 
 
-class Cutter(Protocol):
-    """A strategy that chooses the nodes that run on the CN."""
-
-    name: str
-
-    def cut(self, problem: CutProblem) -> frozenset[str]:
-        """Return the names of the CN's nodes, a cut that `check_cut` accepts. Pure: the same problem has the same
-        answer."""
+Cutter: TypeAlias = Callable[[CutProblem], frozenset[str]]
+"""Returns the names of the nodes that run on the CN, a cut that `check_cut` accepts. Pure: the same problem has the
+same answer."""
 
 
 def crossing_values(program: Program, cn_nodes: frozenset[str]) -> tuple[str, ...]:

@@ -1,105 +1,99 @@
-"""The cutters by name, and Prism's (Yang et al., NSDI'25), as far as it is known: the baseline beside `MinCut`.
-
-The paper's text is not publicly available to us; a reading note describes it. Colouring: every matrix product and
-attention is a seed; the HN's part grows from the seeds along edges in both directions and stops at CPU-intensive
-operators (embedding lookups and whatever makes their ids). Two refinements: constants belong to the HN and are never
-sent (here this holds for both cutters), and when several crossing tensors come from one ancestor, the ancestor is
-sent if that is fewer bytes.
-"""
+"""The cutters by name: the exact one, and Prism's (Yang et al., NSDI'25), as far as it is known, as the baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
+from typing import Any
+
+import networkx as nx
 
 from plait_disagg.graph.cut import CutProblem, Cutter, crossing_values
 from plait_disagg.graph.edit import reads
-from plait_disagg.graph.mincut import MinCut
 from plait_disagg.graph.operators import kind_of
 from plait_disagg.graph.program import LOOKUP
+from plait_disagg.graph.small_tables import is_bound
+
+_SOURCE, _SINK = ("end", "cn"), ("end", "hn")
 
 
-class PrismColouring:
-    """A cutter by colouring that considers bytes, never seconds."""
+def min_cut(problem: CutProblem) -> frozenset[str]:
+    """Cut so that the cost (`cut.py`) is the least of all allowed cuts: a minimum s-t cut of a graph.
 
-    name = "prism"
+    Node v on the source side is a CN node. Its arcs:
 
-    def cut(self, problem: CutProblem) -> frozenset[str]:
-        """Implement `Cutter.cut` by colouring from the seeds."""
-        graph = _Graph(problem)
-        hn = graph.grown(name for name in graph.names if graph.kinds[name] in ("gemm", "attention"))
-        return frozenset(graph.names - graph.with_ancestors_sent(graph.closed(hn)))
+        source -> v   capacity hn_s(v)      paid when v is on the HN; infinite for lookups that are bound
+        v -> sink     capacity cn_s(v)      paid when v is on the CN
+        u -> "u crosses"   bytes(u) / rate  paid once when u is on the CN and any reader on the HN
+        "u crosses" -> v   infinite         for every reader v of u
+        v -> u        infinite              for every value u that v reads: v on the CN and u on the HN is forbidden
 
-
-class _Graph:
-    """The program's nodes with their neighbours. `fixed`: lookups and everything that their ids are computed from."""
-
-    def __init__(self, problem: CutProblem) -> None:
-        self.problem = problem
-        self.read: Mapping[str, tuple[str, ...]] = reads(problem.program)
-        self.names = frozenset(self.read)
-        self.kinds = {node.name: kind_of(node.op) for node in problem.program.nodes}
-        self.readers: dict[str, set[str]] = {}
-        for name, values in self.read.items():
-            for value in values:
-                self.readers.setdefault(value, set()).add(name)
-        lookups = {node.name for node in problem.program.nodes if node.op == LOOKUP}
-        self.fixed = frozenset(lookups | self._before(lookups))
-
-    def grown(self, seeds: Iterable[str]) -> set[str]:
-        """Return everything that the colour reaches from the seeds without passing a fixed node."""
-        hn: set[str] = set()
-        waiting = [name for name in seeds if name not in self.fixed]
-        while waiting:
-            name = waiting.pop()
-            if name not in hn:
-                hn.add(name)
-                near = {*self.read[name], *self.readers.get(name, ())} & self.names
-                waiting += near - self.fixed - hn
-        return hn
-
-    def closed(self, hn: set[str]) -> set[str]:
-        """Return `hn` with everything computed from it, so that nothing flows back."""
-        return hn | self._after(hn)
-
-    def with_ancestors_sent(self, hn: set[str]) -> set[str]:
-        """Grow the HN's part upwards wherever an ancestor is smaller than what crosses now."""
-        while True:
-            best = min((self._up_to(ancestor, hn) for ancestor in self._ancestors(hn)), key=self._bytes, default=hn)
-            if self._bytes(best) >= self._bytes(hn):
-                return hn
-            hn = best
-
-    def _ancestors(self, hn: set[str]) -> list[str]:
-        """Return what crossing values are computed from, inputs included."""
-        crossing = set(crossing_values(self.problem.program, self.names - hn))
-        return sorted(self._before(crossing & self.names, inputs=True) | crossing)
-
-    def _up_to(self, ancestor: str, hn: set[str]) -> set[str]:
-        """Return the HN's part with everything that can be computed there from `ancestor` moved to it."""
-        return hn | {name for name in self._after({ancestor}) if name not in self.fixed}
-
-    def _bytes(self, hn: set[str]) -> int:
-        crossing = crossing_values(self.problem.program, self.names - frozenset(hn))
-        return sum(self.problem.value_bytes[value] for value in crossing)
-
-    def _before(self, names: Iterable[str], *, inputs: bool = False) -> set[str]:
-        return _reached(names, lambda name: [of for of in self.read.get(name, ()) if inputs or of in self.names])
-
-    def _after(self, names: Iterable[str]) -> set[str]:
-        return _reached(names, lambda name: self.readers.get(name, ()))
+    Capacities are whole picoseconds, so that the flow is exact.
+    """
+    _, (cn_side, _) = nx.minimum_cut(_network(problem), _SOURCE, _SINK)
+    return frozenset(name for kind, name in cn_side if kind == "node")
 
 
-def _reached(names: Iterable[str], step: Callable[[str], Iterable[str]]) -> set[str]:
-    """Return what is any number of steps, at least one, from any of `names`."""
-    found: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        near = [name for name in step(waiting.pop()) if name not in found]
-        found.update(near)
-        waiting += near
-    return found
+def _network(problem: CutProblem) -> Any:
+    network = nx.DiGraph()
+    network.add_nodes_from((_SOURCE, _SINK))
+    program, made_by = problem.program, reads(problem.program)
+    bound = {node.name for node in program.nodes if is_bound(node)}
+    readers: dict[str, list[tuple[str, str]]] = {}
+    for name, read in made_by.items():
+        network.add_edge(_SOURCE, ("node", name), **({} if name in bound else _ps(problem.hn_s[name])))
+        network.add_edge(("node", name), _SINK, **_ps(problem.cn_s[name]))
+        for value in read:
+            readers.setdefault(value, []).append(("node", name))
+            if value in made_by:
+                network.add_edge(("node", name), ("node", value))
+    for _, ref in program.outputs:
+        readers.setdefault(ref.name, []).append(_SINK)
+    for value, ends in readers.items():
+        start = ("node", value) if value in made_by else _SOURCE
+        network.add_edge(start, ("crosses", value), **_ps(problem.value_bytes[value] / problem.link_bytes_per_s))
+        network.add_edges_from((("crosses", value), end) for end in ends)
+    return network
 
 
-CUTTERS: Mapping[str, Cutter] = MappingProxyType({cutter.name: cutter for cutter in (MinCut(), PrismColouring())})
+def _ps(seconds: float) -> dict[str, int]:
+    """Return the capacity of an arc; one without is infinite to networkx."""
+    return {"capacity": round(seconds * 1e12)}
+
+
+def prism_colouring(problem: CutProblem) -> frozenset[str]:
+    """Cut by colouring; bytes count, seconds do not.
+
+    The paper's text is not publicly available to us; a reading note describes it. Every matrix product and attention is
+    a seed; the HN's part grows from the seeds along edges in both directions and stops at CPU-intensive operators
+    (embedding lookups and whatever makes their ids). Two refinements: constants belong to the HN and are never sent
+    (here this holds for both cutters), and when several crossing tensors come from one ancestor, the ancestor is sent
+    if that is fewer bytes.
+    """
+    program, made_by = problem.program, reads(problem.program)
+    graph: Any = nx.DiGraph((value, name) for name, read in made_by.items() for value in read)
+    graph.add_nodes_from((*made_by, *(port.name for port in program.inputs)))
+    lookups = {node.name for node in program.nodes if node.op == LOOKUP}
+    fixed = lookups.union(*(nx.ancestors(graph, name) for name in lookups))
+    free = graph.subgraph(made_by.keys() - fixed)
+    seeds = {node.name for node in program.nodes if kind_of(node.op) in ("gemm", "attention")} & free.nodes
+    grown = set[str]().union(*(part for part in nx.weakly_connected_components(free) if not seeds.isdisjoint(part)))
+    hn = grown.union(*(nx.descendants(graph, name) for name in grown))  # so that nothing flows back
+
+    def crossing(hn: Set[str]) -> tuple[str, ...]:
+        return crossing_values(program, frozenset(made_by.keys() - hn))
+
+    def crossing_bytes(hn: Set[str]) -> int:
+        return sum(problem.value_bytes[value] for value in crossing(hn))
+
+    while True:  # what is smaller than what is made of it crosses instead
+        ancestors = set(crossing(hn)).union(*(nx.ancestors(graph, name) for name in crossing(hn)))
+        moved = [hn | (nx.descendants(graph, name) - fixed) for name in sorted(ancestors)]
+        best = min(moved, key=crossing_bytes, default=hn)
+        if crossing_bytes(best) >= crossing_bytes(hn):
+            return frozenset(made_by.keys() - hn)
+        hn = best
+
+
+CUTTERS: Mapping[str, Cutter] = MappingProxyType({"mincut": min_cut, "prism": prism_colouring})
 """The cutters by name: `mincut` (exact) and `prism` (the baseline)."""

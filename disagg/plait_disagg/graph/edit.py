@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS
 from plait_disagg.graph.operators import SIZE
-from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, DType, Node, Port, Program, Ref, Rows
 from plait_disagg.tables.values import Lookup
 
 _IDENTITIES = frozenset(
@@ -60,27 +61,24 @@ class Draft:
         return made, {port.name: self._tensors[port.name] for port in made.constants if port.name in self._tensors}
 
 
-def resolve(argument: Arg | tuple[Arg, ...], values: Mapping[str, Any]) -> Any:
-    """Return an argument of a node with its references replaced by their values, and dtypes by torch's."""
-    if isinstance(argument, Ref):
-        return values[argument.name]
-    if isinstance(argument, DType):
-        return getattr(torch, argument.name)
-    if isinstance(argument, tuple):
-        return tuple(resolve(part, values) for part in argument)
-    return argument
+def resolve(arguments: Any, values: Mapping[str, Any]) -> Any:
+    """Return arguments of a node with references replaced by their values, and dtypes by torch's."""
+
+    def found(part: Any) -> Any:
+        if isinstance(part, Ref):
+            return values[part.name]
+        return getattr(torch, part.name) if isinstance(part, DType) else part
+
+    return tree_map(found, arguments)
 
 
 def map_refs(node: Node, change: Callable[[Ref], Ref]) -> Node:
     """Return the node with every reference replaced by the result of `change`."""
 
-    def mapped(argument: Arg) -> Arg:
-        if isinstance(argument, Ref):
-            return change(argument)
-        return tuple(mapped(part) for part in argument) if isinstance(argument, tuple) else argument
+    def mapped(part: Any) -> Any:
+        return change(part) if isinstance(part, Ref) else part
 
-    args = tuple(mapped(argument) for argument in node.args)
-    return replace(node, args=args, kwargs={key: mapped(value) for key, value in node.kwargs.items()})
+    return replace(node, args=tree_map(mapped, node.args), kwargs=tree_map(mapped, dict(node.kwargs)))
 
 
 def simplify(program: Program) -> Program:
@@ -90,9 +88,7 @@ def simplify(program: Program) -> Program:
     for node in program.nodes:
         mapped = map_refs(node, lambda ref: same.get(ref.name, ref))
         if mapped.op in _IDENTITIES or _is_whole_slice(mapped):
-            source = mapped.args[0]
-            assert isinstance(source, Ref)
-            same[node.name] = source
+            same[node.name] = mapped.parts[0]
         else:
             nodes.append(mapped)
     outputs = tuple((name, same.get(ref.name, ref)) for name, ref in program.outputs)

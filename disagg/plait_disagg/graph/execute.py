@@ -20,27 +20,16 @@ from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, TILE, Node, Program
 from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables, TablesOfBags
+from plait_disagg.tables.values import Lookup
 
+_FREQUENT = (
+    "add.Tensor bmm.default cat.default div.Tensor layer_norm.default matmul.default mul.Tensor prelu.default "
+    "relu.default reshape.default sigmoid.default softmax.int squeeze.dim stack.default sub.Tensor tanh.default "
+    "transpose.int unsqueeze.default"
+)
 _DIRECT: Mapping[str, Callable[..., Any]] = {
-    "aten.add.Tensor": torch.add,
-    "aten.bmm.default": torch.bmm,
-    "aten.cat.default": torch.cat,
-    "aten.div.Tensor": torch.div,
-    "aten.layer_norm.default": torch.layer_norm,
     "aten.linear.default": torch._C._nn.linear,
-    "aten.matmul.default": torch.matmul,
-    "aten.mul.Tensor": torch.mul,
-    "aten.prelu.default": torch.prelu,
-    "aten.relu.default": torch.relu,
-    "aten.reshape.default": torch.reshape,
-    "aten.sigmoid.default": torch.sigmoid,
-    "aten.softmax.int": torch.softmax,
-    "aten.squeeze.dim": torch.squeeze,
-    "aten.stack.default": torch.stack,
-    "aten.sub.Tensor": torch.sub,
-    "aten.tanh.default": torch.tanh,
-    "aten.transpose.int": torch.transpose,
-    "aten.unsqueeze.default": torch.unsqueeze,
+    **{f"aten.{name}": getattr(torch, name.partition(".")[0]) for name in _FREQUENT.split()},
 }
 """Direct bindings of frequent overloads: the same kernel with less overhead (calling an overload costs 2 to 4 us
 more, measured, and a request with one candidate makes about twenty calls)."""
@@ -137,18 +126,13 @@ def compile_program(
 
 def _looked_up_only(program: Program) -> frozenset[str]:
     """Return the bags, without weights, whose ids and offsets go into pooled lookups and nowhere else."""
-    together: dict[str, set[tuple[str, ...]]] = {}
+    ports = {port.name for port in program.inputs}
+    bags = {(name, name + OFFSETS) for name in ports if name + OFFSETS in ports}
+    elsewhere = {ref.name for _, ref in program.outputs}
     for node in program.nodes:
-        pooled = node.op == LOOKUP and node.kwargs["mode"] != "rows"
-        read = tuple(node.inputs)
-        for name in read:
-            together.setdefault(name, set()).add(read if pooled else ())
-    for _, ref in program.outputs:
-        together.setdefault(ref.name, set()).add(())
-    names = [port.name for port in program.inputs if port.name + OFFSETS in together]
-    return frozenset(
-        name for name in names if together.get(name) == together[name + OFFSETS] == {(name, name + OFFSETS)}
-    )
+        if node.op != LOOKUP or node.kwargs["mode"] == "rows" or node.inputs not in bags:
+            elsewhere.update(node.inputs)
+    return frozenset(name for name, offsets in bags if elsewhere.isdisjoint((name, offsets)))
 
 
 def stages(program: Program) -> list[tuple[list[Node], list[Node]]]:
@@ -202,13 +186,7 @@ class _Stage(nn.Module):
             if isinstance(ids, tuple) and isinstance(offsets, tuple):
                 bags.append(LookupBags(lookup=lookup, ids=ids, offsets=offsets))
                 continue
-            assert isinstance(ids, torch.Tensor)
-            assert not isinstance(offsets, tuple)
-            assert not isinstance(weights, tuple)
-            if lookup.mode != "rows" and offsets is None:
-                offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
-                ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
-            requests.append(LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
+            requests.append(lookup_request(lookup, ids, offsets, weights))
         if not bags:
             return self._tables.lookup(requests)
         assert isinstance(self._tables, TablesOfBags)
@@ -218,13 +196,20 @@ class _Stage(nn.Module):
         return [next(pooled if is_bag else others) for is_bag in are_bags]
 
 
+def lookup_request(lookup: Lookup, ids: Any, offsets: Any, weights: Any) -> LookupRequest:
+    """Return the request of a lookup's arguments: where rows are pooled, ids in equal rows are bags, too."""
+    if lookup.mode != "rows" and offsets is None:
+        offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
+        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+    return LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
+
+
 def _row_count(x: torch.Tensor, dim: int) -> int:
     return x.shape[dim]
 
 
 def _add(graph: fx.Graph, node: Node, values: Mapping[str, fx.Node], device: str) -> fx.Node:
-    args = resolve(node.args, values)
-    kwargs = {key: resolve(value, values) for key, value in node.kwargs.items()}
+    args, kwargs = resolve(node.args, values), resolve(dict(node.kwargs), values)
     if node.op == TILE:
         return graph.call_function(tile_rows, args, kwargs)
     if node.op == SIZE:

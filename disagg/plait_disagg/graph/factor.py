@@ -80,18 +80,15 @@ class _LinearFactoring:
 
     def _shares(self, node: Node) -> list[_Share]:
         """Return the shares of a linear layer over a cat along its last dimension; one or none: not to be factored."""
-        if node.op != "aten.linear.default" or node.rows != "item" or not isinstance(node.args[0], Ref):
-            return []
-        cat = self.values[node.args[0].name]
-        if not isinstance(cat, Node) or cat.op != "aten.cat.default" or not isinstance(cat.args[0], tuple):
+        cat = self.values[node.parts[0].name] if node.op == "aten.linear.default" and node.rows == "item" else None
+        if not isinstance(cat, Node) or cat.op != "aten.cat.default":
             return []
         dim = cat.args[1] if len(cat.args) > 1 else 0
         if not isinstance(dim, int) or dim % len(cat.shape) != len(cat.shape) - 1:
             return []
         found: dict[_Side, dict[str, Columns]] = {"user": {}, "item": {}, "narrow": {}}
         start = 0
-        for part in cat.args[0]:
-            assert isinstance(part, Ref)
+        for part in cat.parts:
             end = start + self.values[part.name].shape[-1]
             for side, source, sign in self._terms(part):
                 found[side][source] = (*found[side].get(source, ()), (sign, start, end))
@@ -105,9 +102,9 @@ class _LinearFactoring:
     def _terms(self, part: Ref, sign: int = 1) -> list[tuple[_Side, str, int]]:
         """Return what `part` is a sum of: side, source and sign. A difference of candidates' own values is one term."""
         node = self.values[part.name]
-        source = node.args[0] if isinstance(node, Node) and node.args else None
-        if not isinstance(node, Node) or not isinstance(source, Ref):
+        if not isinstance(node, Node) or not node.parts:
             return [("item", part.name, sign)]
+        source = node.parts[0]
         if node.op == TILE and not node.kwargs.get("copy"):
             return [("user", source.name, sign)]
         if node.op in _EXPANDS and self._is_narrow(source, node):

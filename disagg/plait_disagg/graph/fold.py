@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
 from math import prod
 
 import torch
@@ -85,7 +86,7 @@ class _Folding:
         return self.made[key]
 
     def _simpler(self, node: Node) -> Ref | None:
-        if node.op == SIZE or not node.args:
+        if node.op == SIZE or not node.parts:
             return None
         if node.op == LOOKUP or (node.op in _SPLIT and node.dtype.startswith("int")):
             parts = self._by_part(node)
@@ -98,9 +99,7 @@ class _Folding:
         return self._cast_or_layout(node)
 
     def _cast_or_layout(self, node: Node) -> Ref | None:
-        source = node.args[0]
-        if not isinstance(source, Ref):
-            return None
+        source = node.parts[0]
         value = self.values[source.name]
         if node.op in _CASTS and value.dtype == node.dtype and value.shape == node.shape:
             return source
@@ -114,8 +113,7 @@ class _Folding:
 
     def _same_for_all(self, node: Node) -> Ref | None:
         """Return the rows of a lookup whose ids are the same for all rows, such as positions, expanded."""
-        ids = node.args[0]
-        assert isinstance(ids, Ref)
+        (ids,) = node.parts
         made_by = self.values[ids.name]
         if made_by.rows != "none" or made_by.shape[:1] != (ROWS,) or node.kwargs["mode"] != "rows":
             return None
@@ -138,7 +136,7 @@ class _Folding:
             for ref in node.args
             if isinstance(ref, Ref) and isinstance(value := self.values[ref.name], Node) and self._mixes(value)
         ]
-        dim = _dim(mixed[0], 1, 0) if len(mixed) == 1 else 0
+        dim = _dim(mixed[0]) if len(mixed) == 1 else 0
         pooled = node.op == LOOKUP and (node.kwargs["mode"] != "rows" or node.args[2] is not None)
         if not dim or pooled or node.shape[: dim + 1] != mixed[0].shape[: dim + 1]:
             return None
@@ -153,19 +151,14 @@ class _Folding:
 
     def _sides(self, cat: Node, dim: int) -> list[tuple[Ref, int, int]]:
         """Return the parts of a mixed cat and their places, neighbours of one side joined."""
-        found: list[tuple[list[Ref], int, int]] = []
-        for part, start, end in self._parts(cat, dim):
-            if found and self.values[found[-1][0][0].name].rows == self.values[part.name].rows:
-                found[-1] = ([*found[-1][0], part], found[-1][1], end)
-            else:
-                found.append(([part], start, end))
-        return [(self._together(parts, cat, dim, start, end), start, end) for parts, start, end in found]
-
-    def _together(self, parts: list[Ref], cat: Node, dim: int, start: int, end: int) -> Ref:
-        if len(parts) == 1:
-            return parts[0]
-        shape = (*cat.shape[:dim], end - start, *cat.shape[dim + 1 :])
-        return self._put(replace(cat, name=f"{cat.name}:{start}", args=(tuple(parts), dim), shape=shape))
+        found = []
+        for _, some in groupby(self._parts(cat, dim), key=lambda part: self.values[part[0].name].rows):
+            places = list(some)
+            parts, start, end = tuple(part for part, _, _ in places), places[0][1], places[-1][2]
+            shape = (*cat.shape[:dim], end - start, *cat.shape[dim + 1 :])
+            joined = replace(cat, name=f"{cat.name}:{start}", args=(parts, dim), shape=shape)
+            found.append((parts[0] if len(parts) == 1 else self._put(joined), start, end))
+        return found
 
     def _share(self, argument: Arg, mixed: Node, part: Ref, dim: int, place: tuple[int, int]) -> Arg:
         """Return what stands in place of an argument for one part of a mixed cat; None if it cannot be told."""
@@ -184,22 +177,25 @@ class _Folding:
 
     def _joined(self, node: Node) -> Ref | None:
         """Flatten a cat of cats and join neighbouring slices of one value."""
-        dim = _dim(node, 1, 0)
-        if dim == 0 or not isinstance(node.args[0], tuple):
+        dim = _dim(node)
+        if dim == 0:
             return None
         parts: list[Ref] = []
-        for part in node.args[0]:
-            assert isinstance(part, Ref)
+        for part in node.parts:
             inner = self.values[part.name]
-            nested = isinstance(inner, Node) and self._mixes(inner) and _dim(inner, 1, 0) == dim
-            parts += inner.args[0] if nested else [part]  # type: ignore[union-attr,arg-type]
+            nested = isinstance(inner, Node) and self._mixes(inner) and _dim(inner) == dim
+            parts += inner.parts if isinstance(inner, Node) and nested else [part]
         joined: list[Ref] = []
         for part in parts:
-            wider = self._wider(joined[-1], part, dim, node) if joined else None
-            joined[-1:] = [wider] if wider is not None else [*joined[-1:], part]
+            left, right = self._range(joined[-1], dim) if joined else None, self._range(part, dim)
+            if left is None or right is None or left[0] != right[0] or left[2] != right[1]:
+                joined.append(part)
+            else:  # slices of one value, side by side
+                name = f"{node.name}:{joined[-1].name}:{part.name}"
+                joined[-1] = self._range_of(left[0], dim, left[1], right[2], name)
         if len(joined) == 1:
             return joined[0]
-        if tuple(joined) == node.args[0]:
+        if tuple(joined) == node.parts:
             return None
         return self._put(replace(node, args=(tuple(joined), dim)))
 
@@ -207,20 +203,12 @@ class _Folding:
         """Return whether a node is a cat of the user's values and candidates' values."""
         return node.op == _CAT and {"user", "item"} <= {self.values[name].rows for name in node.inputs}
 
-    def _wider(self, left: Ref, right: Ref, dim: int, cat: Node) -> Ref | None:
-        """Return the value whose slices `left` and `right` are, side by side, or None."""
-        one, other = self._range(left, dim), self._range(right, dim)
-        if one is None or other is None or one[0] != other[0] or one[2] != other[1]:
-            return None
-        return self._range_of(one[0], dim, one[1], other[2], f"{cat.name}:{left.name}:{right.name}")
-
     def _range(self, ref: Ref, dim: int) -> tuple[Ref, int, int] | None:
         """Return what a value is a slice of along `dim`, and from where to where."""
         node = self.values[ref.name]
-        if not isinstance(node, Node) or node.op != _SLICE or _dim(node, 1, 0) != dim:
+        if not isinstance(node, Node) or node.op != _SLICE or _dim(node) != dim:
             return None
-        source = node.args[0]
-        assert isinstance(source, Ref)
+        (source,) = node.parts
         found = _bounds(node, self.values[source.name].shape[dim])
         return None if found is None else (source, *found)
 
@@ -237,10 +225,8 @@ class _Folding:
     def _reshaped(self, node: Node, source: Ref) -> Ref | None:
         """Skip what a reshape undoes, and reshape the parts of a cat instead of the cat."""
         value = self.values[source.name]
-        at = source
         while isinstance(value, Node) and value.op in _RESHAPES and value.shape.count(ROWS) == 1:
-            assert isinstance(value.args[0], Ref)
-            at = value.args[0]
+            (at,) = value.parts
             value = self.values[at.name]
             if value.shape == node.shape:
                 return at
@@ -248,11 +234,10 @@ class _Folding:
             return source
         value = self.values[source.name]
         flat = node.shape[:1] == (ROWS,) and len(node.shape) == 2
-        if not flat or not isinstance(value, Node) or not self._mixes(value) or _dim(value, 1, 0) != 1:
+        if not flat or not isinstance(value, Node) or not self._mixes(value) or _dim(value) != 1:
             return None
         parts = []
-        for number, part in enumerate(value.args[0]):  # type: ignore[arg-type]
-            assert isinstance(part, Ref)
+        for number, part in enumerate(value.parts):
             inner = self.values[part.name]
             shape = (ROWS, prod(inner.shape[1:]))
             flattened = replace(node, name=f"{node.name}:{number}", op=_RESHAPE, args=(part, shape), kwargs={})
@@ -260,20 +245,19 @@ class _Folding:
         return self._put(replace(node, op=_CAT, args=(tuple(parts), 1), kwargs={}))
 
     def _selected(self, node: Node, value: Node) -> Ref | None:
-        dim, index = _dim(node, 1, 0, len(value.shape)), node.args[2]
+        dim, index = _dim(node, len(value.shape)), node.args[2]
         if not isinstance(index, int) or dim == 0:
             return None
         index %= value.shape[dim]
-        if value.op == _STACK and isinstance(value.args[0], tuple) and _dim(value, 1, 0) == dim:
-            part = value.args[0][index]
-            return part if isinstance(part, Ref) else None
+        if value.op == _STACK and _dim(value) == dim:
+            return value.parts[index]
         for part, start, end in self._parts(value, dim):
             if start <= index < end:
                 return self._put(replace(node, args=(part, dim, index - start)))
         return None
 
     def _sliced(self, node: Node, value: Node) -> Ref | None:
-        dim = _dim(node, 1, 0)
+        dim = _dim(node)
         bounds = _bounds(node, value.shape[dim]) if dim else None
         if bounds is None:
             return None
@@ -297,37 +281,33 @@ class _Folding:
 
     def _sliced_below(self, node: Node, value: Node, dim: int, start: int, end: int) -> Ref | None:
         """Return a slice taken before its operand was stacked, unsqueezed or joined with others' values."""
-        if value.op == _STACK and _dim(value, 1, 0) == dim and end - start == 1 and isinstance(value.args[0], tuple):
-            return self._put(replace(node, op=_UNSQUEEZE, args=(value.args[0][start], dim), kwargs={}))
-        if value.op == _UNSQUEEZE and isinstance(value.args[0], Ref) and _dim(value, 1, 0) != dim:
-            added, source = _dim(value, 1, 0), self.values[value.args[0].name]
+        if value.op == _STACK and _dim(value) == dim and end - start == 1:
+            return self._put(replace(node, op=_UNSQUEEZE, args=(value.parts[start], dim), kwargs={}))
+        if value.op == _UNSQUEEZE and _dim(value) != dim:
+            added, source = _dim(value), self.values[value.parts[0].name]
             along = dim - (added < dim)
             if not isinstance(source, Node) or source.op not in (_STACK, _UNSQUEEZE) or not along:
                 return None
-            part = self._range_of(value.args[0], along, start, end, f"{node.name}:below")
+            part = self._range_of(value.parts[0], along, start, end, f"{node.name}:below")
             return self._put(replace(node, op=_UNSQUEEZE, args=(part, added), kwargs={}))
-        if self._mixes(value) and _dim(value, 1, 0) != dim and isinstance(value.args[0], tuple):
-            places = enumerate(value.args[0])
-            parts = tuple(self._range_of(ref, dim, start, end, f"{node.name}:{at}") for at, ref in places)  # type: ignore[arg-type]
-            return self._put(replace(node, op=_CAT, args=(parts, _dim(value, 1, 0)), kwargs={}))
+        if self._mixes(value) and _dim(value) != dim:
+            places = enumerate(value.parts)
+            parts = tuple(self._range_of(ref, dim, start, end, f"{node.name}:{at}") for at, ref in places)
+            return self._put(replace(node, op=_CAT, args=(parts, _dim(value)), kwargs={}))
         return None
 
     def _parts(self, value: Node, dim: int) -> list[tuple[Ref, int, int]]:
         """Return the parts of a cat along `dim` and their places; nothing for any other value."""
-        if value.op != _CAT or _dim(value, 1, 0) != dim or not isinstance(value.args[0], tuple):
+        if value.op != _CAT or _dim(value) != dim:
             return []
-        found, start = [], 0
-        for part in value.args[0]:
-            assert isinstance(part, Ref)
-            end = start + self.values[part.name].shape[dim]
-            found.append((part, start, end))
-            start = end
-        return found
+        sizes = [self.values[part.name].shape[dim] for part in value.parts]
+        ends = accumulate(sizes)
+        return [(part, end - size, end) for part, size, end in zip(value.parts, sizes, ends, strict=True)]
 
 
-def _dim(node: Node, index: int, default: int, ndim: int | None = None) -> int:
-    """Return the dimension that argument `index` names, counted from the front."""
-    given = node.args[index] if len(node.args) > index else default
+def _dim(node: Node, ndim: int | None = None) -> int:
+    """Return the dimension that the second argument names (0 if it is left out), counted from the front."""
+    given = node.args[1] if len(node.args) > 1 else 0
     assert isinstance(given, int)
     return given % (ndim or len(node.shape))
 

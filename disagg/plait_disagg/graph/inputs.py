@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from plait_disagg.graph.program import ROWS, Port
@@ -92,6 +92,16 @@ def tensor_names(inputs: Sequence[Input]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def named_outputs(made: Any) -> dict[str, Any]:
+    """Return what `forward` returns by public name: the keys of a dict; score for a single tensor; score_0, score_1,
+    ... for a tuple."""
+    if isinstance(made, Mapping):
+        return {str(name): value for name, value in made.items()}
+    if isinstance(made, tuple | list):
+        return {f"score_{index}": value for index, value in enumerate(made)}
+    return {"score": made}
+
+
 def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
     """Return the tensors that `forward` takes, as a program lists them."""
     ports = []
@@ -160,13 +170,10 @@ def range_text(first: float | None, last: float | None) -> str:
 
 
 def input_to_json(item: Input) -> dict[str, Any]:
-    """Return the declaration as plain data, which `input_from_json` reads back."""
-    plain: dict[str, Any] = {"kind": item.kind, "name": item.name, "side": item.side}
-    if isinstance(item, Bag):
-        return {**plain, "largest": item.largest, **({"weighted": True} if item.weighted else {})}
-    names = ("low", "high") if isinstance(item, Dense) else ("min", "max")
-    ends = {name: getattr(item, name) for name in names if getattr(item, name) is not None}
-    return {**plain, "shape": list(item.shape), **ends}
+    """Return the declaration as plain data, which `input_from_json` reads back; what is not declared is left out."""
+    plain = {"kind": item.kind, **asdict(item)}
+    said = {name: value for name, value in plain.items() if value is not None and value is not False}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
 
 
 def input_from_json(data: Mapping[str, Any]) -> Input:

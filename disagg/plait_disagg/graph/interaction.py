@@ -10,6 +10,7 @@ another order (a difference of about 1e-6), so an exact program is left unchange
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,26 +36,22 @@ def split_interactions(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """An interaction: the node that picks pairs, what it picks, the stacked vectors, and the transposed stack.
+    """An interaction: the node that picks pairs, the places in the stack of each, the stacked vectors, and the
+    transposed stack.
 
     `users` maps places in the stack to the user's own vectors, for those that are the user's.
     """
 
     pick: Node
-    pairs: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
     stack: Node
     parts: tuple[Ref, ...]
     transposed: Ref
     users: Mapping[int, Ref]
 
-    @property
-    def fields(self) -> int:
-        """F, the number of vectors."""
-        return len(self.parts)
-
-    def is_user(self, pair: int) -> bool:
+    def is_user(self, pair: tuple[int, int]) -> bool:
         """Return whether both vectors of a pair are the user's."""
-        return pair // self.fields in self.users and pair % self.fields in self.users
+        return self.users.keys() >= set(pair)
 
 
 class _InteractionSplit:
@@ -75,11 +72,10 @@ class _InteractionSplit:
 
     def add(self, node: Node) -> None:
         """Add a node, or in its place the two parts and their cat, or a layer with permuted columns."""
-        source = node.args[0] if node.op == _LINEAR else None
         if node.name in self._by_cat:
             node = self._parted(node, self._by_cat[node.name])
-        elif isinstance(source, Ref) and source.name in self._by_cat:
-            node = self._permuted(node, source, self._by_cat[source.name])
+        elif node.op == _LINEAR and node.parts[0].name in self._by_cat:
+            node = self._permuted(node, self._by_cat[node.parts[0].name])
         self.draft.add(node)
 
     def _find(self, pick: Node) -> _Found | None:
@@ -97,15 +93,13 @@ class _InteractionSplit:
             return None
         if transposed.args != (Ref(stack.name), 1, 2) or stack.args[1:] != (1,):
             return None
-        parts = stack.args[0]
-        assert isinstance(parts, tuple)
-        vectors = tuple(part for part in parts if isinstance(part, Ref))
-        users = {place: own for place, part in enumerate(vectors) if (own := self._untiled(part)) is not None}
+        tiled = {place: self._made_by(part, TILE) for place, part in enumerate(stack.parts)}
+        users = {place: tile.parts[0] for place, tile in tiled.items() if tile and not tile.kwargs.get("copy")}
         found = _Found(
             pick=pick,
-            pairs=tuple(int(pair) for pair in picked.reshape(-1).tolist()),
+            pairs=tuple(divmod(pair, len(stack.parts)) for pair in picked.reshape(-1).tolist()),
             stack=stack,
-            parts=vectors,
+            parts=stack.parts,
             transposed=Ref(transposed.name),
             users=users,
         )
@@ -118,35 +112,32 @@ class _InteractionSplit:
             return False
         cat = cats[0]
         layers = self._readers.get(cat.name, [])
-        parts, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
-        once = isinstance(parts, tuple) and parts.count(Ref(pick.name)) == 1 and dim in (1, -1) and len(cat.shape) == 2
-        return once and bool(layers) and all(self._is_layer_over(layer, cat) for layer in layers)
-
-    def _is_layer_over(self, layer: Node, cat: Node) -> bool:
-        weight = layer.args[1] if layer.op == _LINEAR else None
-        is_constant = isinstance(weight, Ref) and self.draft.tensor(weight.name) is not None
-        return layer.args[0] == Ref(cat.name) and is_constant
+        dim = cat.args[1] if len(cat.args) > 1 else 0
+        once = cat.parts.count(Ref(pick.name)) == 1 and dim in (1, -1) and len(cat.shape) == 2
+        linear = all(layer.op == _LINEAR and layer.args[0] == Ref(cat.name) for layer in layers)
+        weights = [layer.args[1] for layer in layers] if linear else [None]
+        held = [isinstance(it, Ref) and self.draft.tensor(it.name) is not None for it in weights]
+        return once and bool(layers) and all(held)
 
     def _made_by(self, value: Arg, op: str) -> Node | None:
         node = self._values[value.name] if isinstance(value, Ref) else None
         return node if isinstance(node, Node) and node.op == op else None
 
-    def _untiled(self, part: Ref) -> Ref | None:
-        node = self._made_by(part, TILE)
-        source = node.args[0] if node is not None and not node.kwargs.get("copy") else None
-        return source if isinstance(source, Ref) else None
-
     def _parted(self, cat: Node, found: _Found) -> Node:
         """Add the user's dot products, tiled, and the candidate's; return the cat with both in place of the pairs."""
-        users = sorted(found.users)
-        items = [place for place in range(found.fields) if place not in found.users]
-        own = self._dots(found, "user", [found.users[place] for place in users], None, _user_pairs(found, users))
-        vectors = [found.parts[place] for place in items]
-        other = self._dots(found, "item", vectors, found.transposed, _item_pairs(found, items))
+        users = {place: number for number, place in enumerate(sorted(found.users))}
+        items = [place for place in range(len(found.parts)) if place not in users]
+        among_users = [users[one] * len(users) + users[two] for one, two in filter(found.is_user, found.pairs)]
+        own = self._dots(found, "user", [found.users[place] for place in users], None, among_users)
+        others = []
+        for pair in itertools.filterfalse(found.is_user, found.pairs):
+            one, two = pair if pair[0] in items else pair[::-1]  # a dot product is symmetric
+            others.append(items.index(one) * len(found.parts) + two)
+        other = self._dots(found, "item", [found.parts[place] for place in items], found.transposed, others)
         tiled = replace(own, name=f"{own.name}:tiled", op=TILE, args=(Ref(own.name), Ref(USER_OF)), rows="item")
         both = (self.draft.add(tiled), Ref(other.name))
         parts: list[Arg] = []
-        for part in cat.args[0]:  # type: ignore[union-attr]
+        for part in cat.parts:
             parts += both if part == Ref(found.pick.name) else [part]
         return replace(cat, args=(tuple(parts), *cat.args[1:]))
 
@@ -162,7 +153,7 @@ class _InteractionSplit:
             )
 
         stack = add(":stack", _STACK, (tuple(vectors), 1), count, width)
-        others = count if against is None else found.fields
+        others = count if against is None else len(found.parts)
         against = against or add(":turned", _TRANSPOSE, (stack, 1, 2), width, count)
         product = add(":bmm", _BMM, (stack, against), count, others)
         flat = add(":flat", _FLATTEN, (product, 1), count * others)
@@ -171,17 +162,13 @@ class _InteractionSplit:
         assert isinstance(picked, Node)
         return picked
 
-    def _permuted(self, layer: Node, cat: Ref, found: _Found) -> Node:
+    def _permuted(self, layer: Node, found: _Found) -> Node:
         """Return the layer with the columns of user pairs before those of the others."""
-        weight, parts = layer.args[1], self._values[cat.name].args[0]  # type: ignore[union-attr]
+        weight, cat = layer.args[1], self._values[layer.parts[0].name]
         assert isinstance(weight, Ref)
-        assert isinstance(parts, tuple)
-        start = 0
-        for part in parts:
-            assert isinstance(part, Ref)
-            if part.name == found.pick.name:
-                break
-            start += self._values[part.name].shape[-1]
+        assert isinstance(cat, Node)
+        before = cat.parts[: cat.parts.index(Ref(found.pick.name))]
+        start = sum(self._values[part.name].shape[-1] for part in before)
         order = sorted(range(len(found.pairs)), key=lambda place: not found.is_user(found.pairs[place]))
         numbers = self.draft.tensor(weight.name)
         assert numbers is not None
@@ -189,27 +176,3 @@ class _InteractionSplit:
         columns[start : start + len(order)] = start + torch.tensor(order)
         moved = self.draft.constant(f"{layer.name}:columns", numbers[:, columns].contiguous())
         return replace(layer, args=(layer.args[0], moved, *layer.args[2:]))
-
-
-def _user_pairs(found: _Found, users: Sequence[int]) -> list[int]:
-    """Return the user pairs as positions in the products of the user's vectors alone."""
-    place = {old: new for new, old in enumerate(users)}
-    return [
-        place[pair // found.fields] * len(users) + place[pair % found.fields]
-        for pair in found.pairs
-        if found.is_user(pair)
-    ]
-
-
-def _item_pairs(found: _Found, items: Sequence[int]) -> list[int]:
-    """Return the other pairs as positions in the products of the candidate's vectors with all; a dot product is
-    symmetric."""
-    place = {old: new for new, old in enumerate(items)}
-    picked = []
-    for pair in found.pairs:
-        if not found.is_user(pair):
-            one, other = divmod(pair, found.fields)
-            if one not in place:
-                one, other = other, one
-            picked.append(place[one] * found.fields + other)
-    return picked

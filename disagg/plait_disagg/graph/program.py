@@ -89,6 +89,12 @@ class Node:
         _collect(tuple(self.kwargs.values()), found)
         return tuple(found)
 
+    @property
+    def parts(self) -> tuple[Ref, ...]:
+        """The values of its first argument, in order: what a cat joins, or the one that any other operator works on."""
+        first = self.args[0] if self.args else ()
+        return tuple(part for part in (first if isinstance(first, tuple) else (first,)) if isinstance(part, Ref))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import torch
 
 from plait_disagg.graph.edit import lookup_of, resolve
+from plait_disagg.graph.execute import lookup_request
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, TILE, Node, Program
-from plait_disagg.tables.protocols import LookupRequest, Tables
+from plait_disagg.tables.protocols import Tables
 
 Watch: TypeAlias = "Callable[[Node, Callable[[], Any]], Any]"
 """Receives a node and the function that computes it; returns the node's value."""
@@ -29,8 +30,7 @@ def run_reference(
     values |= {port.name: constants[port.name].detach() for port in program.constants}
     with torch.inference_mode():
         for node in program.nodes:
-            args = resolve(node.args, values)
-            kwargs = {key: resolve(value, values) for key, value in node.kwargs.items()}
+            args, kwargs = resolve(node.args, values), resolve(dict(node.kwargs), values)
             values[node.name] = watch(node, _computation(node, args, kwargs, tables))
     return values
 
@@ -38,19 +38,10 @@ def run_reference(
 def _computation(node: Node, args: Any, kwargs: dict[str, Any], tables: Tables | None) -> Callable[[], Any]:
     if node.op == LOOKUP:
         assert tables is not None
-        ask = _ask(node, *args)
-        return lambda: tables.lookup([ask])[0]
+        return lambda: tables.lookup([lookup_request(lookup_of(node), *args)])[0]
     if node.op == TILE:
         return lambda: args[0][args[1]]
     if node.op == SIZE:
         return lambda: args[0].shape[0]
     operator = overload(node.op)
     return lambda: operator(*args, **kwargs)
-
-
-def _ask(node: Node, ids: Any, offsets: Any, weights: Any) -> LookupRequest:
-    lookup = lookup_of(node)
-    if lookup.mode != "rows" and offsets is None:
-        offsets = torch.arange(ids.shape[0] + 1) * ids.shape[1]
-        ids, weights = ids.flatten(), None if weights is None else weights.flatten()
-    return LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)

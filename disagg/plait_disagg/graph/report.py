@@ -193,7 +193,6 @@ class _Sketch:
                 self.values[port.name] = port
         self.values |= {node.name: node for node in self.program.nodes if node.op != SIZE}
         self.order = {name: index for index, name in enumerate(self.values)}
-        self.widths = {port.name: port.shape for port in self.program.constants}
 
     def place(self, name: str) -> Place:
         return "cn" if name in self.cn_nodes or name not in self.read else "hn"
@@ -282,5 +281,5 @@ class _Sketch:
 
     def _mlp(self, layers: Sequence[Node]) -> str:
         weight = layers[0].args[1]
-        given = self.widths[weight.name][1] if isinstance(weight, Ref) else "?"
+        given = self.program.values[weight.name].shape[1] if isinstance(weight, Ref) else "?"
         return "MLP " + "-".join(map(str, (given, *(layer.shape[-1] for layer in layers))))

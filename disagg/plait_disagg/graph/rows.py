@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch.utils._pytree import tree_leaves
+
 from plait_disagg.graph.program import ROWS
 
 PER_ROW = "rows"
@@ -68,7 +70,9 @@ class OperatorCall:
 
     def varying(self) -> list[Fact]:
         """Return the tensor arguments that have a dimension that counts something."""
-        return [fact for fact in _facts(tuple(self.arguments.values())) if fact.counts is not None]
+        return [
+            part for part in tree_leaves(dict(self.arguments)) if isinstance(part, Fact) and part.counts is not None
+        ]
 
 
 Rule: TypeAlias = Callable[[OperatorCall], "str | None"]
@@ -91,6 +95,17 @@ def one_count(call: OperatorCall) -> str | None:
     if len(counts) > 1:
         raise MixesRows(f"its operands count different things: {', '.join(sorted(map(str, counts)))}")
     return counts.pop() if counts else (PER_ROW if call.out[:1] == (ROWS,) else None)
+
+
+def only_if(holds: Callable[[OperatorCall], bool], why: str) -> Rule:
+    """Return a rule for operators whose calls keep rows apart if that holds."""
+
+    def rule(call: OperatorCall) -> str | None:
+        if not holds(call):
+            raise MixesRows(why)
+        return one_count(call)
+
+    return rule
 
 
 def along(*names: str) -> Rule:
@@ -169,12 +184,11 @@ def repeated(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def permuted(call: OperatorCall) -> str | None:
-    """Check permute: the first dimension stays first."""
-    source = call.tensor("self")
-    if source.counts and call.arguments["dims"][0] % source.ndim:
-        raise MixesRows("it moves the rows away from the first dimension")
-    return one_count(call)
+permuted = only_if(
+    lambda call: not call.tensor("self").counts or call.arguments["dims"][0] % call.tensor("self").ndim == 0,
+    "it moves the rows away from the first dimension",
+)
+"""Checks permute: the first dimension stays first."""
 
 
 def weighted(*names: str, what: str = "its weight depends", over_rows: str = "") -> Rule:
@@ -245,23 +259,16 @@ def einsum(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def normalised(call: OperatorCall) -> str | None:
-    """Check layer_norm and rms_norm: over the last dimensions, never the rows."""
-    source = call.tensor("input")
-    if source.counts and len(call.arguments["normalized_shape"]) >= source.ndim:
-        raise MixesRows("it normalises over the rows")
-    return one_count(call)
+normalised = only_if(
+    lambda call: not call.tensor("input").counts or len(call.arguments["normalized_shape"]) < call.tensor("input").ndim,
+    "it normalises over the rows",
+)
+"""Checks layer_norm and rms_norm: over the last dimensions, never the rows."""
 
 
 def evaluated(name: str, why: str) -> Rule:
     """Return a rule for operators that must not be in training mode, as the argument `name` says."""
-
-    def rule(call: OperatorCall) -> str | None:
-        if call.arguments[name]:
-            raise MixesRows(why)
-        return one_count(call)
-
-    return rule
+    return only_if(lambda call: not call.arguments[name], why)
 
 
 def indexed(call: OperatorCall) -> str | None:
@@ -293,11 +300,10 @@ def scattered(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def square(call: OperatorCall) -> str | None:
-    """Check tril and triu: over the last two dimensions."""
-    if any(fact.ndim < 3 for fact in call.varying()):
-        raise MixesRows("it works on the rows as one side of the triangle")
-    return one_count(call)
+square = only_if(
+    lambda call: all(fact.ndim >= 3 for fact in call.varying()), "it works on the rows as one side of the triangle"
+)
+"""Checks tril and triu: over the last two dimensions."""
 
 
 def unpadded(call: OperatorCall) -> str | None:
@@ -325,13 +331,8 @@ def convolved(call: OperatorCall) -> str | None:
 
 def pooled(dims: int) -> Rule:
     """Return a rule for pooling over the last `dims` dimensions, behind rows and channels."""
-
-    def rule(call: OperatorCall) -> str | None:
-        if call.tensor("self").ndim != dims + 2:
-            raise MixesRows("it pools over the channels' dimension: give it (rows, channels, ...)")
-        return one_count(call)
-
-    return rule
+    why = "it pools over the channels' dimension: give it (rows, channels, ...)"
+    return only_if(lambda call: call.tensor("self").ndim == dims + 2, why)
 
 
 def _check_dims(dims: Any, ndim: int, name: str) -> None:
@@ -340,16 +341,6 @@ def _check_dims(dims: Any, ndim: int, name: str) -> None:
     for dim in dims if isinstance(dims, tuple | list) else (dims,):
         if not isinstance(dim, int) or dim % max(ndim, 1) == 0:
             raise MixesRows(f"it works along the rows ({name} {dim})")
-
-
-def _facts(arguments: tuple[Any, ...]) -> list[Fact]:
-    found: list[Fact] = []
-    for argument in arguments:
-        if isinstance(argument, Fact):
-            found.append(argument)
-        elif isinstance(argument, tuple | list):
-            found += _facts(tuple(argument))
-    return found
 
 
 def _text(shape: tuple[int, ...]) -> str:

@@ -122,11 +122,9 @@ def id_sources(
         if not isinstance(node, Node):
             yield IdSource(name, rows, added, is_id)
             return
-        parts, width = node.args[0] if node.op == "aten.cat.default" else None, node.shape[-1] if node.shape else 0
-        last = len(node.args) > 1 and node.args[1] in (-1, len(node.shape) - 1)
-        if isinstance(parts, tuple) and last and len(parts) == width and added.shape[-1] in (1, width):
-            for part, share in zip(parts, added.expand(*added.shape[:-1], width).unbind(-1), strict=True):
-                assert isinstance(part, Ref)
+        width, last = node.shape[-1:], len(node.args) > 1 and node.args[1] in (-1, len(node.shape) - 1)
+        if node.op == "aten.cat.default" and last and width == (len(node.parts),) and added.shape[-1] in (1, *width):
+            for part, share in zip(node.parts, added.expand(*added.shape[:-1], *width).unbind(-1), strict=True):
                 yield from walk(part.name, rows, share.reshape(-1), is_id)
             return
         if node.op == "aten.add.Tensor":
@@ -166,24 +164,25 @@ def collate(
 
 def for_module(inputs: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Expand a batch of `collate` to what the module's own `forward` takes: every input with one row per candidate."""
-    user_of = batch[USER_OF]
+    items = [item for item in inputs if item.side == "item"]
+    made = {name: batch[name] for name in tensor_names(items)}
+    return made | picked([item for item in inputs if item.side == "user"], batch, batch[USER_OF])
+
+
+def picked(inputs: Sequence[Input], tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of these inputs for `rows` (N,) int64, in this order; a row may be there more than once."""
     made: dict[str, torch.Tensor] = {}
     for item in inputs:
-        if item.side == "item":
-            made[item.name] = batch[item.name]
-        elif not isinstance(item, Bag):
-            made[item.name] = batch[item.name][user_of]
-        if isinstance(item, Bag):
-            made |= {name: batch[name] for name in tensor_names((item,))}
-            if item.side == "user":
-                made |= bags_of(item, batch, user_of)
-    return made
-
-
-def bags_of(item: Bag, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of a bag for `rows`, in this order; a row may be there more than once."""
-    offsets = tensors[item.name + OFFSETS]
-    made = {item.name + OFFSETS: torch.cat([torch.zeros(1, dtype=torch.int64), offsets.diff()[rows].cumsum(0)])}
-    for name in set(tensor_names((item,))) - made.keys():
-        made[name] = torch.cat([tensors[name][offsets[row] : offsets[row + 1]] for row in rows.tolist()])
+        if not isinstance(item, Bag):
+            made[item.name] = tensors[item.name].index_select(0, rows)
+            continue
+        offsets = tensors[item.name + OFFSETS]
+        starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
+        made[item.name + OFFSETS] = ends = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=ends[1:])
+        # Position p of the result belongs to bag b and is its (p - ends[b])-th id.
+        shift = torch.repeat_interleave(starts - ends[:-1], lengths)
+        which = torch.arange(len(shift)) + shift
+        for name in set(tensor_names((item,))) - made.keys():
+            made[name] = tensors[name][which]
     return made

@@ -33,34 +33,30 @@ def offer(
     `table_rows`, whose policy is to refuse.
     """
     ports = {port.name: port for port in program.inputs if port.name not in flat_values(program)}
+    small = {node.name for node in program.nodes if _is_small(node, ports, table_rows)}
     saved: dict[str, float] = {}
     for node in program.nodes:
-        if _is_small(node, ports, table_rows):
+        if node.name in small:
             table = str(node.kwargs["table"])
             saved[table] = saved.get(table, 0.0) + value_bytes[node.name] * (1 - 1 / node.shape[-1])
-    nodes: list[Node] = []
-    cast: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
     for node in program.nodes:
-        table = str(node.kwargs.get("table"))
-        if saved.get(table, 0.0) < min_bytes or not _is_small(node, ports, table_rows):
-            nodes.append(node)
-            continue
-        ids = node.args[0]
-        assert isinstance(ids, Ref)
-        if ids.name not in cast:
-            cast[ids.name] = _cast(ports[ids.name])
-            nodes.append(cast[ids.name])
-        made = Ref(cast[ids.name].name)
-        nodes.append(replace(node, args=(made, *node.args[1:]), kwargs={**node.kwargs, _ROWS: table_rows[table]}))
-    return replace(program, nodes=tuple(nodes))
+        made, table = node, str(node.kwargs.get("table"))
+        if node.name in small and saved[table] >= min_bytes:
+            ids = _cast(ports[node.inputs[0]])
+            nodes.setdefault(ids.name, ids)
+            kwargs = {**node.kwargs, _ROWS: table_rows[table]}
+            made = replace(node, args=(Ref(ids.name), *node.args[1:]), kwargs=kwargs)
+        nodes[node.name] = made
+    return replace(program, nodes=tuple(nodes.values()))
 
 
 def _is_small(node: Node, ports: Mapping[str, Port], table_rows: Mapping[str, int]) -> bool:
     """Return whether it looks up single rows of a small table by ids that are an input."""
     if node.op != LOOKUP or node.kwargs["mode"] != "rows":
         return False
-    ids, rows = node.args[0], table_rows.get(str(node.kwargs["table"]), 0)
-    return isinstance(ids, Ref) and ids.name in ports and 0 < rows * node.shape[-1] * 4 <= SMALL_BYTES
+    rows = table_rows.get(str(node.kwargs["table"]), 0)
+    return node.parts[0].name in ports and 0 < rows * node.shape[-1] * 4 <= SMALL_BYTES
 
 
 def rows_name(table: str) -> str:
@@ -83,9 +79,8 @@ def placed(program: Program, cn_nodes: Iterable[str]) -> Program:
         if node.op != LOOKUP or _ROWS not in node.kwargs:
             nodes.append(node)
         elif node.name in cn:
-            assert isinstance(node.args[0], Ref)
             kwargs = {key: value for key, value in node.kwargs.items() if key != _ROWS}
-            nodes.append(replace(node, args=(casts[node.args[0].name].args[0], *node.args[1:]), kwargs=kwargs))
+            nodes.append(replace(node, args=(casts[node.parts[0].name].args[0], *node.args[1:]), kwargs=kwargs))
         else:
             table: Any = node.kwargs["table"]
             rows: Any = node.kwargs[_ROWS]

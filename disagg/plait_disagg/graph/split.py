@@ -46,8 +46,5 @@ def split(program: Program, cn_nodes: Iterable[str]) -> Halves:
 
 
 def _port(program: Program, name: str) -> Port:
-    for port in program.inputs:
-        if port.name == name:
-            return port
-    node = next(node for node in program.nodes if node.name == name)
-    return Port(name=name, shape=node.shape, dtype=node.dtype, rows=node.rows)
+    value = program.values[name]
+    return Port(name=name, shape=value.shape, dtype=value.dtype, rows=value.rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, get_args
 
 from plait_disagg.graph.errors import BadProgram
@@ -70,12 +70,7 @@ def _port_to_json(port: Port | Node) -> dict[str, Any]:
 
 def _node_to_json(node: Node) -> dict[str, Any]:
     kwargs = {key: _arg_to_json(value) for key, value in node.kwargs.items()}
-    return {
-        **_port_to_json(node),
-        "op": node.op,
-        "args": [_arg_to_json(value) for value in node.args],
-        "kwargs": kwargs,
-    }
+    return {**_port_to_json(node), "op": node.op, "args": [*map(_arg_to_json, node.args)], "kwargs": kwargs}
 
 
 def _arg_to_json(argument: Arg) -> Any:
@@ -91,47 +86,44 @@ def _arg_to_json(argument: Arg) -> Any:
 
 
 def _port(data: Any, known: dict[str, str], where: str) -> Port:
-    fields = _fields(data, where, {"name", "shape", "dtype", "rows"})
-    name, shape, dtype, rows = _described(fields, known)
-    if dtype == "int":
-        raise BadProgram(f"{name}: a port is a tensor, not a number")
-    known[name] = dtype
-    return Port(name=name, shape=shape, dtype=dtype, rows=rows)
+    described = _described(_fields(data, where, {"name", "shape", "dtype", "rows"}), known, _DTYPES)
+    known[described["name"]] = described["dtype"]
+    return Port(**described)
 
 
 def _node(data: Any, known: dict[str, str]) -> Node:
     fields = _fields(data, "nodes", {"name", "shape", "dtype", "rows", "op", "args", "kwargs"})
-    name, shape, dtype, rows = _described(fields, known)
-    op = fields["op"]
+    op, kwargs = fields["op"], fields["kwargs"]
+    described = _described(fields, known, {"int"} if op == SIZE else _DTYPES)  # only SIZE makes a number
+    name = described["name"]
     if not isinstance(op, str) or (op not in VOCABULARY and op not in (LOOKUP, TILE, SIZE)):
         raise BadProgram(f"{name}: operator {op!r} is not in the vocabulary")
-    if not isinstance(fields["kwargs"], dict):
+    if not isinstance(kwargs, dict):
         raise BadProgram(f"{name}: kwargs is not an object")
     args = tuple(_arg(part, known, name, 0) for part in _list(fields["args"], f"{name}: args"))
-    kwargs = {str(key): _arg(value, known, name, 0) for key, value in fields["kwargs"].items()}
-    node = Node(name=name, op=op, args=args, kwargs=kwargs, shape=shape, dtype=dtype, rows=rows)
-    if (dtype == "int") != (op == SIZE):
-        raise BadProgram(f"{name}: only {SIZE} makes a number")
+    named = {str(key): _arg(value, known, name, 0) for key, value in kwargs.items()}
+    node = Node(**described, op=op, args=args, kwargs=named)
     _check_call(node, known)
-    known[name] = dtype
+    known[name] = node.dtype
     return node
 
 
-def _described(fields: Mapping[str, Any], known: Mapping[str, str]) -> tuple[str, tuple[int, ...], str, Rows]:
+def _described(fields: Mapping[str, Any], known: Mapping[str, str], dtypes: Set[str]) -> dict[str, Any]:
+    """Return what ports and nodes have in common, checked."""
     name, dtype, rows = fields["name"], fields["dtype"], fields["rows"]
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARACTERS or not name.isprintable():
         raise BadProgram(f"{str(name)[:60]!r} is not a name")
     if name in known:
         raise BadProgram(f"{name}: the name is taken twice")
-    if not isinstance(dtype, str) or (dtype not in _DTYPES and dtype != "int"):
-        raise BadProgram(f"{name}: {str(dtype)[:60]!r} is not a dtype")
+    if not isinstance(dtype, str) or dtype not in dtypes:
+        raise BadProgram(f"{name}: {str(dtype)[:60]!r} is not a dtype of its values")
     if rows not in get_args(Rows):
         raise BadProgram(f"{name}: rows must be one of {', '.join(get_args(Rows))}")
     shape = _list(fields["shape"], f"{name}: shape")
     for place, size in enumerate(shape):
         if type(size) is not int or not (0 <= size <= _MAX_SIZE or (size == ROWS and place == 0)):
             raise BadProgram(f"{name}: shape {str(shape)[:60]} is not sizes, with {ROWS} only in front")
-    return name, tuple(shape), dtype, rows
+    return {"name": name, "shape": tuple(shape), "dtype": dtype, "rows": rows}
 
 
 def _arg(data: Any, known: Mapping[str, str], where: str, depth: int) -> Arg:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from plait_disagg.graph.execute import Compiled, compile_program
-from plait_disagg.graph.inputs import Bag, Input
+from plait_disagg.graph.inputs import Input, named_outputs
 from plait_disagg.graph.program import USER_OF, Node
 from plait_disagg.graph.reference import run_reference
-from plait_disagg.graph.sample_inputs import bags_of, collate, for_module, sample
+from plait_disagg.graph.sample_inputs import collate, for_module, picked, sample
 from plait_disagg.graph.split import Halves
 from plait_disagg.tables.protocols import Tables
 
@@ -40,57 +40,45 @@ class ReturnsNan(Exception):
         self.row = row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BatchCheck:
-    """One batch: `candidates` of its requests, the max differences over all outputs, and whether bits are equal.
+    """A batch, and the outputs of the module (`wanted`) and of the halves (`got`).
 
-    `same_top`: the best 10 candidates by every single-number output agree except for ties within the tolerance.
-    `rearranged`: whether it repeats a request with its candidates in another order; `depends`: whether the halves score
-    them otherwise then. `is_rounding`: whether differences are no larger than what rounding on the way makes of them.
+    `before`: where it is a request again with its candidates in another order, what the halves made of each before.
     """
 
     candidates: tuple[int, ...]
-    max_absolute: float
-    max_relative: float
-    equal_bits: bool
-    close: bool
-    same_top: bool
-    rearranged: bool = False
-    depends: bool = False
-    is_rounding: bool = False
+    batch: Mapping[str, torch.Tensor]
+    wanted: Mapping[str, torch.Tensor]
+    got: Mapping[str, torch.Tensor]
+    before: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def max_absolute(self) -> float:
+        """The largest difference of a score."""
+        return max(float((value.double() - self.got[name].double()).abs().max()) for name, value in self.wanted.items())
+
+    @property
+    def max_relative(self) -> float:
+        """The largest difference as a share of the score."""
+        shares = (
+            (value.double() - self.got[name].double()).abs() / value.double().abs().clamp_min(_unit(value))
+            for name, value in self.wanted.items()
+        )
+        return max(float(share.max()) for share in shares)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """All checks. `bits_promised`: single requests had to be bit-exact (`keeps_bits`, and float32 rows)."""
+    """All checks, and those that failed, for people to read."""
 
     checks: tuple[BatchCheck, ...]
-    bits_promised: bool
+    failures: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         """True if every promise was kept."""
         return not self.failures
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """The checks that failed, for people to read."""
-        return tuple(text for check in self.checks if (text := self._failure(check)))
-
-    def _failure(self, check: BatchCheck) -> str:
-        what = f"{' + '.join(map(str, check.candidates))} candidates" + " in another order" * check.rearranged
-        if not check.close and check.is_rounding:
-            why = "they are what is left of larger numbers, which rounding moves as far"
-            return f"{what}: differs by {check.max_absolute:.3g} at scores near 0: {why}"
-        if not check.close and check.depends:
-            return f"{what}: scores differ by {check.max_absolute:.3g}: a row depends on others"
-        if not check.close:
-            return f"{what}: outputs differ by {check.max_absolute:.3g} (relative {check.max_relative:.3g})"
-        if not check.same_top:
-            return f"{what}: the best candidates differ"
-        if self.bits_promised and not check.rearranged and len(check.candidates) == 1 and not check.equal_bits:
-            return f"{what}: bits differ (by {check.max_absolute:.3g}) though the program is exact"
-        return ""
 
 
 def verify_halves(
@@ -114,10 +102,11 @@ def verify_halves(
     order, as other processors' kernels make them, are. Where that is exceeded, what counts is how far the scores move
     with the last place of all numbers on the way: `_ULPS` times that, up to a thousandth of the spread of the scores.
 
-    Raises `ReturnsNan` if the module does.
+    `bits_promised`: single requests must be bit-exact (`keeps_bits`, and float32 rows). The best 10 candidates by every
+    single-number output must agree except for ties. Raises `ReturnsNan` if the module does.
     """
     cn, hn = compile_program(halves.cn, constants, tables), compile_program(halves.hn, constants)
-    runs: list[_Comparison] = []
+    checks: list[BatchCheck] = []
     for number, candidates in enumerate(_BATCHES):
         seeds = range(1000 * number, 1000 * number + len(candidates))
         requests = [
@@ -126,42 +115,45 @@ def verify_halves(
         ]
         batch = collate(inputs, requests, candidates)
         wanted, got = module_outputs(module, inputs, batch), run_halves(cn, hn, batch)
-        runs.append(_Comparison(candidates, batch, wanted, got))
+        checks.append(BatchCheck(candidates, batch, wanted, got))
         if len(candidates) == 1 and candidates[0] > 1:
             order = _rearrangement(candidates[0], number)
             again = collate(inputs, [_rearranged(inputs, requests[0], order)], [len(order)])
             one_by_one = [{name: value[order] for name, value in made.items()} for made in (wanted, got)]
-            runs.append(
-                _Comparison((len(order),), again, one_by_one[0], run_halves(cn, hn, again), before=one_by_one[1])
-            )
-    spreads = _spreads(runs)
-    checks = []
-    for run in runs:
-        atols = {name: _ULPS * _unit(value) for name, value in run.wanted.items()}
-        check = _compare(run, atols)
-        if not check.close:
-            moved = _moved_by_rounding(halves, constants, tables, run)
+            checks.append(BatchCheck((len(order),), again, one_by_one[0], run_halves(cn, hn, again), one_by_one[1]))
+    spreads, failures = _spreads(checks), []
+    for check in checks:
+        atols = rounding = {name: _ULPS * _unit(value) for name, value in check.wanted.items()}
+        if not _close(check.wanted, check.got, atols):
+            moved = _moved_by_rounding(halves, constants, tables, check)
             rounding = {name: max(atol, _ULPS * moved[name]) for name, atol in atols.items()}
             atols = {
                 name: max(atol, min(rounding[name], _MAX_ROUNDING * spreads[name])) for name, atol in atols.items()
             }
-            check = replace(_compare(run, atols), is_rounding=_compare(run, rounding).close)
-        checks.append(check)
-    return Verification(checks=tuple(checks), bits_promised=bits_promised)
+        failures.append(_failure(check, atols, rounding, bits_promised=bits_promised))
+    return Verification(checks=tuple(checks), failures=tuple(filter(None, failures)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """A batch, and the outputs of the module and of the halves.
-
-    `before`: where it is a request again with its candidates in another order, what the halves made of each before.
-    """
-
-    candidates: tuple[int, ...]
-    batch: Mapping[str, torch.Tensor]
-    wanted: Mapping[str, torch.Tensor]
-    got: Mapping[str, torch.Tensor]
-    before: Mapping[str, torch.Tensor] | None = None
+def _failure(
+    check: BatchCheck, atols: Mapping[str, float], rounding: Mapping[str, float], *, bits_promised: bool
+) -> str:
+    """Return which promise a batch breaks, for people to read. `atols`: the absolute tolerance of each output;
+    `rounding`: what rounding on the way makes of it."""
+    wanted, got, before = check.wanted, check.got, check.before
+    what = f"{' + '.join(map(str, check.candidates))} candidates" + " in another order" * (before is not None)
+    if not _close(wanted, got, atols):
+        if _close(wanted, got, rounding):
+            why = "they are what is left of larger numbers, which rounding moves as far"
+            return f"{what}: differs by {check.max_absolute:.3g} at scores near 0: {why}"
+        if before is not None and not _close(before, got, atols):
+            return f"{what}: scores differ by {check.max_absolute:.3g}: a row depends on others"
+        return f"{what}: outputs differ by {check.max_absolute:.3g} (relative {check.max_relative:.3g})"
+    if not all(_same_top(value, got[name], atols[name]) for name, value in wanted.items() if value.ndim == 1):
+        return f"{what}: the best candidates differ"
+    is_exact = all(torch.equal(value, got[name]) for name, value in wanted.items())
+    if bits_promised and before is None and len(check.candidates) == 1 and not is_exact:
+        return f"{what}: bits differ (by {check.max_absolute:.3g}) though the program is exact"
+    return ""
 
 
 def run_halves(cn: Compiled, hn: Compiled, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -179,13 +171,7 @@ def _rearranged(
     inputs: Sequence[Input], request: Mapping[str, torch.Tensor], order: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return the request for the candidates of `order`."""
-    made = dict(request)
-    for item in inputs:
-        if item.side == "item" and isinstance(item, Bag):
-            made |= bags_of(item, request, order)
-        elif item.side == "item":
-            made[item.name] = request[item.name][order]
-    return made
+    return {**request, **picked([item for item in inputs if item.side == "item"], request, order)}
 
 
 def module_outputs(
@@ -220,38 +206,13 @@ def _outputs(module: nn.Module, inputs: Sequence[Input], batch: Mapping[str, tor
 
 def _called(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with torch.no_grad():
-        made = module(**tensors)
-    if isinstance(made, torch.Tensor):
-        return {"score": made}
-    if isinstance(made, Mapping):
-        return {str(name): value for name, value in made.items()}
-    return {f"score_{index}": value for index, value in enumerate(made)}
-
-
-def _compare(run: _Comparison, atols: Mapping[str, float]) -> BatchCheck:
-    """Compare the outputs of both. `atols`: the absolute tolerance of each."""
-    wanted, got = run.wanted, run.got
-    differences = [(wanted[name].double() - got[name].double()).abs() for name in wanted]
-    scales = [value.double().abs().clamp_min(_unit(value)) for value in wanted.values()]
-    return BatchCheck(
-        candidates=run.candidates,
-        max_absolute=max(float(part.max()) for part in differences),
-        max_relative=max(float((part / scale).max()) for part, scale in zip(differences, scales, strict=True)),
-        equal_bits=_same_shapes(wanted, got) and all(torch.equal(wanted[name], got[name]) for name in wanted),
-        close=_close(wanted, got, atols),
-        same_top=all(_same_top(value, got[name], atols[name]) for name, value in wanted.items() if value.ndim == 1),
-        rearranged=run.before is not None,
-        depends=run.before is not None and not _close(run.before, got, atols),
-    )
-
-
-def _same_shapes(wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> bool:
-    return all(wanted[name].shape == got[name].shape for name in wanted)
+        return named_outputs(module(**tensors))
 
 
 def _close(wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], atols: Mapping[str, float]) -> bool:
-    return _same_shapes(wanted, got) and all(
-        torch.allclose(got[name], value, rtol=_RTOL, atol=atols[name]) for name, value in wanted.items()
+    return all(
+        value.shape == got[name].shape and torch.allclose(got[name], value, rtol=_RTOL, atol=atols[name])
+        for name, value in wanted.items()
     )
 
 
@@ -260,18 +221,18 @@ def _unit(scores: torch.Tensor) -> float:
     return _EPS * max(1.0, float(scores.abs().max()) if scores.numel() else 0.0)
 
 
-def _spreads(runs: Sequence[_Comparison]) -> dict[str, float]:
+def _spreads(checks: Sequence[BatchCheck]) -> dict[str, float]:
     """Return how far the module's finite scores lie apart, by output."""
     found = {}
-    for name in runs[0].wanted:
-        scores = torch.cat([run.wanted[name].double().reshape(-1) for run in runs])
+    for name in checks[0].wanted:
+        scores = torch.cat([check.wanted[name].double().reshape(-1) for check in checks])
         scores = scores[scores.isfinite()]
         found[name] = float(scores.max() - scores.min()) if scores.numel() else 0.0
     return found
 
 
 def _moved_by_rounding(
-    halves: Halves, constants: Mapping[str, torch.Tensor], tables: Tables, run: _Comparison
+    halves: Halves, constants: Mapping[str, torch.Tensor], tables: Tables, check: BatchCheck
 ) -> dict[str, float]:
     """Return how far each output moves where every number on the way moves by up to a unit of its last place."""
     generator = torch.Generator().manual_seed(0)
@@ -284,10 +245,10 @@ def _moved_by_rounding(
         is_id = (made == made.round()) & (made.abs() < _MAX_ID)
         return torch.where(is_id, made, made * (1 + share).to(made.dtype))
 
-    cn = run_reference(halves.cn, constants, tables, run.batch, moved)
+    cn = run_reference(halves.cn, constants, tables, check.batch, moved)
     crossing = {name: cn[ref.name] for name, ref in halves.cn.outputs}
-    hn = run_reference(halves.hn, constants, None, {**crossing, USER_OF: run.batch[USER_OF]}, moved)
-    differences = {name: (hn[ref.name].double() - run.got[name].double()).abs() for name, ref in halves.hn.outputs}
+    hn = run_reference(halves.hn, constants, None, {**crossing, USER_OF: check.batch[USER_OF]}, moved)
+    differences = {name: (hn[ref.name].double() - check.got[name].double()).abs() for name, ref in halves.hn.outputs}
     return {name: float(part.nan_to_num(0.0, 0.0).max()) for name, part in differences.items()}
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, range_text, tensor_names
+from plait_disagg.graph.sample_inputs import picked
 from plait_disagg.package.manifest import PackageError
 
 
@@ -54,29 +55,11 @@ class StoredItems:
 
     def gather(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the item-side inputs of the items. `ids`: (N,) int64."""
-        found: dict[str, torch.Tensor] = {}
-        for item in self._sides:
-            if isinstance(item, Bag):
-                which, found[item.name + OFFSETS] = _take_bags(self._features[item.name + OFFSETS], ids)
-                for name in set(tensor_names((item,))) - {item.name + OFFSETS}:
-                    found[name] = self._features[name][which]
-            else:
-                found[item.name] = self._features[item.name].index_select(0, ids)
-        return found
+        return picked(self._sides, self._features, ids)
 
     def names(self, ids: Sequence[int]) -> list[str] | None:
         """Return the items' names, or None if the package has none."""
         return None if self._names is None else [self._names[i] for i in ids]
-
-
-def _take_bags(offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of the ids of the bags of `rows`, end to end, and the offsets of these bags."""
-    starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
-    taken = torch.zeros(len(rows) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=taken[1:])
-    # Position p of the result belongs to bag b and is its (p - taken[b])-th id.
-    shift = torch.repeat_interleave(starts - taken[:-1], lengths)
-    return torch.arange(len(shift)) + shift, taken
 
 
 def write_items(

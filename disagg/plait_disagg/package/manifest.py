@@ -96,18 +96,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write package.json last of all files, so that a folder that has one is complete."""
-    data = {
-        "format": FORMAT,
-        "name": manifest.name,
-        "version": manifest.version,
-        "inputs": [input_to_json(item) for item in manifest.inputs],
-        "outputs": {name: list(shape) for name, shape in manifest.outputs.items()},
-        "bounds": dict(manifest.bounds),
-        "cut": vars(manifest.cut),
-        "largest_candidates": manifest.largest_candidates,
-        "items": manifest.items,
-        "files": dict(manifest.files),
-    }
+    inputs = [input_to_json(item) for item in manifest.inputs]
+    data = {"format": FORMAT, **vars(manifest), "inputs": inputs, "cut": vars(manifest.cut)}
     (folder / MANIFEST).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
@@ -155,11 +145,7 @@ def _parse(data: Mapping[str, Any]) -> Manifest:
         inputs=tuple(input_from_json(item) for item in data["inputs"]),
         outputs={str(key): tuple(int(size) for size in shape) for key, shape in data["outputs"].items()},
         bounds={str(key): int(rows) for key, rows in data["bounds"].items()},
-        cut=CutFacts(
-            cutter=str(cut["cutter"]),
-            tiled=bool(cut["tiled"]),
-            candidates=int(cut["candidates"]),
-        ),
+        cut=CutFacts(cutter=str(cut["cutter"]), tiled=bool(cut["tiled"]), candidates=int(cut["candidates"])),
         largest_candidates=int(data["largest_candidates"]),
         items=None if data["items"] is None else int(data["items"]),
         files={str(key): str(digest) for key, digest in data["files"].items()},

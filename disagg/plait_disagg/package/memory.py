@@ -7,24 +7,24 @@ sizes that it declares prove nothing, so every operator is asked for the shape o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plait_disagg.graph.edit import flat_values, resolve
+from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import OFFSETS, ports_of
-from plait_disagg.graph.operators import SIZE, overload, schema_of
-from plait_disagg.graph.program import LOOKUP, ROWS, TILE, USER_OF, Node, Port, Program, Ref
+from plait_disagg.graph.operators import SIZE
+from plait_disagg.graph.program import ROWS, USER_OF, Node, Port, Program, Ref
+from plait_disagg.graph.reference import run_reference
 from plait_disagg.package.manifest import Manifest
+from plait_disagg.tables.protocols import LookupRequest
 
 MAX_BYTES = 16 << 30
 """Of everything that one request keeps at the same time: a hundred times what models of today keep for 10,000 rows."""
-
-_ONE_HOT = "aten.one_hot.default"
 
 _MIN_ROWS = 4_096
 """A batch of several requests has so many rows by default, however few one of them may have."""
@@ -83,82 +83,73 @@ def _check_numbers(program: Program) -> None:
 
 
 def _run(program: Program, widths: Mapping[str, int], users: int, candidates: int, max_bytes: int) -> None:
-    """Run the program on shapes; every value is kept until its last reader has run, as `Compiled` does."""
+    """Run the program on shapes; every value counts until its last reader has run, as `Compiled` keeps it."""
     last_reader = {name: index for index, node in enumerate(program.nodes) for name in node.inputs}
     last_reader |= {ref.name: len(program.nodes) for _, ref in program.outputs}
+    places = {node.name: index for index, node in enumerate(program.nodes)}
     held: dict[str, int] = {}
     held_bytes = 0
-    with torch.no_grad(), _Allocations() as allocations:
-        values = _ports(program, users, candidates)
-        for index, node in enumerate(program.nodes):
-            allocations.bytes = 0
-            values[node.name] = made = _result(node, values, widths)
-            if held_bytes + allocations.bytes > max_bytes:
-                needed = (held_bytes + allocations.bytes) / 2**30
-                raise BadProgram(
-                    f"{node.name}: a request of {candidates} candidates would need {needed:,.0f} GiB here, more than "
-                    f"{max_bytes / 2**30:,.0f} GiB"
-                )
-            if isinstance(made, torch.Tensor):
-                _check_declared(node, made)
-                held[node.name] = _bytes_of(made)
-                held_bytes += held[node.name]
-            for name in (node.name, *node.inputs):
-                if last_reader.get(name, index) <= index and name in held:
-                    held_bytes -= held.pop(name)
-                    values.pop(name)
+
+    def watch(node: Node, compute: Callable[[], Any]) -> Any:
+        nonlocal held_bytes
+        allocations.bytes = 0
+        try:
+            made = compute()
+        except BadProgram:
+            raise
+        except Exception as error:  # operators refuse with whatever fits them
+            raise BadProgram(f"{node.name}: {node.op} does not run: {str(error)[:200]}") from error
+        needed = (held_bytes + allocations.bytes) / 2**30
+        if needed > max_bytes / 2**30:
+            raise BadProgram(
+                f"{node.name}: a request of {candidates} candidates would need {needed:,.0f} GiB here, more than "
+                f"{max_bytes / 2**30:,.0f} GiB"
+            )
+        if isinstance(made, torch.Tensor):
+            _check_declared(node, made)
+            held[node.name] = made.nbytes
+            held_bytes += made.nbytes
+        for name in (node.name, *node.inputs):
+            if last_reader.get(name, 0) <= places[node.name]:
+                held_bytes -= held.pop(name, 0)
+        return made
+
+    given = _ports(program, users, candidates)
+    with _Allocations() as allocations:
+        run_reference(program, given, _Shapes(widths), given, watch)
 
 
-def _ports(program: Program, users: int, candidates: int) -> dict[str, Any]:
+def _ports(program: Program, users: int, candidates: int) -> dict[str, torch.Tensor]:
     flat = flat_values(program)
     offsets = {name + OFFSETS for name in flat}
-    values: dict[str, Any] = {}
+    values: dict[str, torch.Tensor] = {}
     for port in (*program.inputs, *program.constants):
         rows = users if port.rows == "user" else candidates
         count = rows + 1 if port.name in offsets else rows
-        values[port.name] = _empty(port, tuple(count if size == ROWS else size for size in port.shape))
+        shape = tuple(count if size == ROWS else size for size in port.shape)
+        try:
+            values[port.name] = torch.empty(shape, dtype=getattr(torch, port.dtype), device="meta")
+        except (RuntimeError, OverflowError) as error:
+            raise BadProgram(f"{port.name}: no tensor has the shape {shape}") from error
     return values
 
 
-def _empty(port: Port, shape: tuple[int, ...]) -> torch.Tensor:
-    try:
-        return torch.empty(shape, dtype=getattr(torch, port.dtype), device="meta")
-    except (RuntimeError, OverflowError) as error:
-        raise BadProgram(f"{port.name}: no tensor has the shape {shape}") from error
+class _Shapes:
+    """The `Tables` of rows without data. `widths`: the row length of each table."""
 
+    def __init__(self, widths: Mapping[str, int]) -> None:
+        self._widths = widths
 
-def _result(node: Node, values: Mapping[str, Any], widths: Mapping[str, int]) -> Any:
-    """Return the node's result without its data. Raises `BadProgram` if the operator refuses its operands."""
-    args = resolve(node.args, values)
-    kwargs = {key: resolve(value, values) for key, value in node.kwargs.items()}
-    try:
-        if node.op == SIZE:
-            return args[0].shape[0]
-        if node.op == LOOKUP:
-            return _looked_up(node, args, widths)
-        if node.op == TILE:
-            return args[0].new_empty((args[1].shape[0], *args[0].shape[1:]))
-        if node.op == _ONE_HOT:  # it looks at its data, and there are none
-            return args[0].new_empty((*args[0].shape, args[1]))
-        if any(argument.name == "device" for argument in schema_of(node.op).arguments):
-            kwargs["device"] = "meta"
-        return overload(node.op)(*args, **kwargs)
-    except BadProgram:
-        raise
-    except Exception as error:  # operators refuse with whatever fits them
-        raise BadProgram(f"{node.name}: {node.op} does not run: {str(error)[:200]}") from error
-
-
-def _looked_up(node: Node, args: tuple[Any, ...], widths: Mapping[str, int]) -> torch.Tensor:
-    ids, offsets, _ = args
-    table = str(node.kwargs["table"])
-    if table not in widths:
-        raise BadProgram(f"{node.name}: there is no table {table[:60]!r}")
-    if node.kwargs["mode"] == "rows":
-        shape = (*ids.shape, widths[table])
-    else:
-        shape = (ids.shape[0] if offsets is None else offsets.shape[0] - 1, widths[table])
-    return torch.empty(shape, dtype=torch.float32, device="meta")
+    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
+        """Return the rows' shapes. Raises `BadProgram` for a table that is not there."""
+        made = []
+        for request in requests:
+            lookup = request.lookup
+            if lookup.table not in self._widths:
+                raise BadProgram(f"{lookup.name}: there is no table {lookup.table[:60]!r}")
+            rows = request.ids.shape if request.offsets is None else (len(request.offsets) - 1,)
+            made.append(torch.empty(*rows, self._widths[lookup.table], device="meta"))
+        return made
 
 
 def _check_declared(node: Node, made: torch.Tensor) -> None:
@@ -173,19 +164,17 @@ def _check_declared(node: Node, made: torch.Tensor) -> None:
         )
 
 
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all results, those in between included: `einsum` makes larger ones than it returns."""
+    """Has nothing allocated, and counts the bytes of all results, those in between included: `einsum` makes larger ones
+    than it returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        device = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
+        made = func(*args, **{**(kwargs or {}), **device})
         if not func.is_view:
-            self.bytes += sum(_bytes_of(each) for each in tree_leaves(made) if isinstance(each, torch.Tensor))
+            self.bytes += sum(each.nbytes for each in tree_leaves(made) if isinstance(each, torch.Tensor))
         return made

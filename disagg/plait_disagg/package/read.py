@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +14,8 @@ from safetensors.torch import load_file
 
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadProgram
-from plait_disagg.graph.execute import Compiled, compile_program
-from plait_disagg.graph.program import LOOKUP, Node, Program, Ref
+from plait_disagg.graph.execute import compile_program
+from plait_disagg.graph.program import LOOKUP, Program, Ref
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.store import load_program
 from plait_disagg.package.halves import BareRows, CompiledDense, CompiledSparse
@@ -68,24 +70,21 @@ class Package:
 
     def sparse(self, tables: Tables | None = None) -> CompiledSparse:
         """Load the CN half; with `tables` None, the folder's own, memory-mapped. Raises `PackageError`."""
-        try:
+        with self._blaming(CN):
             check_cn(self.cn, self.manifest, {table.name: table.dim for table in self.stored.tables})
-        except BadProgram as error:
-            raise PackageError(f"{self.folder / CN}: {error}") from error
-        served = tables or FusedTables(self.tables)
-        return CompiledSparse(self._compiled(self.cn, served), self.manifest.inputs, self._bare_rows(served))
+            served = tables or FusedTables(self.tables)
+            program = compile_program(self.cn, self.constants, served)
+            return CompiledSparse(program, self.manifest.inputs, self._bare_rows(served))
 
     def dense(self, device: torch.device | str = "cpu", *, prepares: bool = False) -> CompiledDense:
         """Load the HN half. `prepares`: batches may run on prepared programs, unless the package promises bits.
 
         Raises `PackageError`.
         """
-        try:
+        with self._blaming(HN):
             check_hn(self.hn, self.cn, self.manifest)
             program = compile_program(self.hn, self.constants, device=device)
             return CompiledDense(program, device, prepares=prepares and self.manifest.cut.tiled)
-        except BadProgram as error:
-            raise PackageError(f"{self.folder / HN}: {error}") from error
 
     @cached_property
     def tables(self) -> TableSet:
@@ -93,19 +92,15 @@ class Package:
 
         Raises `PackageError`.
         """
-        try:
-            return open_tables(self.folder / TABLES, copy_on_write=True, ahead=self.ahead)
-        except (BadTableFile, OSError) as error:
-            raise PackageError(str(error)) from error
+        with self._blaming(TABLES) as path:
+            return open_tables(path, copy_on_write=True, ahead=self.ahead)
 
     @cached_property
     def stored(self) -> TableSet:
         """The tables, mapped for reading only: what their header says, without a row in memory. Raises
         `PackageError`."""
-        try:
-            return open_tables(self.folder / TABLES)
-        except (BadTableFile, OSError) as error:
-            raise PackageError(str(error)) from error
+        with self._blaming(TABLES) as path:
+            return open_tables(path)
 
     @cached_property
     def items(self) -> StoredItems | None:
@@ -141,31 +136,31 @@ class Package:
     @cached_property
     def constants(self) -> dict[str, torch.Tensor]:
         """Weights of the dense layers by name. Raises `PackageError`."""
-        try:
-            constants: dict[str, torch.Tensor] = load_file(self.folder / CONSTANTS)
-        except (OSError, SafetensorError) as error:
-            raise PackageError(f"{self.folder / CONSTANTS}: {error}") from error
-        return constants
+        with self._blaming(CONSTANTS) as path:
+            constants: dict[str, torch.Tensor] = load_file(path)
+            return constants
 
     def _bare_rows(self, tables: Tables) -> BareRows | None:
-        program, ports = without_rows(self.cn)
-        if not ports:
+        program, left_out = without_rows(self.cn)
+        if not left_out:
             return None
         known = {table.name: table for table in self.stored.tables}
-        by_port = {port.name: known[port.table] for port in ports}
-        return BareRows(program=self._compiled(program, tables), ports=by_port, tables=tables)
-
-    def _compiled(self, program: Program, tables: Tables) -> Compiled:
-        try:
-            return compile_program(program, self.constants, tables)
-        except BadProgram as error:
-            raise PackageError(f"{self.folder / CN}: {error}") from error
+        ports = {name: known[table] for name, table in left_out.items()}
+        return BareRows(program=compile_program(program, self.constants, tables), ports=ports, tables=tables)
 
     def _program(self, name: str) -> Program:
+        with self._blaming(name) as path:
+            return load_program(path.read_text(encoding="utf-8"))
+
+    @contextmanager
+    def _blaming(self, name: str) -> Iterator[Path]:
+        """Yield the path of a file; what goes wrong with it is a `PackageError` that names it."""
+        path = self.folder / name
         try:
-            return load_program((self.folder / name).read_text(encoding="utf-8"))
-        except (BadProgram, OSError, UnicodeDecodeError) as error:
-            raise PackageError(f"{self.folder / name}: {error}") from error
+            yield path
+        except (BadProgram, BadTableFile, OSError, SafetensorError, UnicodeDecodeError) as error:
+            said = str(error)
+            raise PackageError(said if str(path) in said else f"{path}: {said}") from error
 
 
 def open_package(folder: Path, *, ahead: bool = True) -> Package:
@@ -183,34 +178,16 @@ def open_package(folder: Path, *, ahead: bool = True) -> Package:
     return Package(folder=folder, manifest=manifest, ahead=ahead)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedPort:
-    """A crossing output: `name` is the rows of `table` for the value `ids`, an input or a node of the CN program."""
+def without_rows(program: Program) -> tuple[Program, dict[str, str]]:
+    """Return the CN program without the lookups whose rows are only sent, and the tables of the outputs that are ids
+    in their place.
 
-    name: str
-    table: str
-    ids: str
-
-
-def without_rows(program: Program) -> tuple[Program, tuple[CachedPort, ...]]:
-    """Return the CN program without the lookups whose rows are only sent, and what it leaves out.
-
-    The outputs keep their names and order; those of the ports are ids, as passed to the lookup: (..., ) integers
-    that the table's out-of-range policy has not yet been applied to. Rows that the CN itself reads are unchanged.
+    The outputs keep their names and order; the ids are those passed to the lookup: (..., ) integers that the table's
+    out-of-range policy has not yet been applied to. Rows that the CN itself reads are unchanged.
     """
     read = {name for node in program.nodes for name in node.inputs}
-    bare = {node.name: node for node in program.nodes if _is_rows(node) and node.name not in read}
-    ports = tuple(_port(name, bare[ref.name]) for name, ref in program.outputs if ref.name in bare)
-    ids = {port.name: Ref(port.ids) for port in ports}
-    outputs = tuple((name, ids.get(name, ref)) for name, ref in program.outputs)
-    return live(replace(program, outputs=outputs)), ports
-
-
-def _is_rows(node: Node) -> bool:
-    return node.op == LOOKUP and node.kwargs["mode"] == "rows" and isinstance(node.args[0], Ref)
-
-
-def _port(name: str, node: Node) -> CachedPort:
-    ids = node.args[0]
-    assert isinstance(ids, Ref)
-    return CachedPort(name=name, table=str(node.kwargs["table"]), ids=ids.name)
+    lookups = (node for node in program.nodes if node.op == LOOKUP and node.kwargs["mode"] == "rows")
+    bare = {node.name: node for node in lookups if node.name not in read}
+    tables = {name: str(bare[ref.name].kwargs["table"]) for name, ref in program.outputs if ref.name in bare}
+    outputs = tuple((name, Ref(bare[ref.name].inputs[0]) if name in tables else ref) for name, ref in program.outputs)
+    return live(replace(program, outputs=outputs)), tables

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.edit import flat_values
-from plait_disagg.graph.program import LOOKUP, Ref
+from plait_disagg.graph.program import LOOKUP
 from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package
 from plait_disagg.tables.pieces import HeldPieces
@@ -42,9 +42,9 @@ def plan_of(package: Package, sharding: Sharding) -> ShardPlan:
     bags = dict.fromkeys(flat_values(program).values(), _IDS_PER_BAG)
     sizes = value_bytes(program, candidates=package.manifest.cut.candidates, ids_per_bag=bags)
     for node in program.nodes:
-        if node.op == LOOKUP and isinstance(node.args[0], Ref):
+        if node.op == LOOKUP:
             table = str(node.kwargs["table"])
-            ids[table] = ids.get(table, 0.0) + sizes.get(node.args[0].name, 0) / _ID_BYTES
+            ids[table] = ids.get(table, 0.0) + sizes.get(node.parts[0].name, 0) / _ID_BYTES
             rows_of |= {table} if node.kwargs["mode"] == "rows" else set()
     try:
         return plan_shards(

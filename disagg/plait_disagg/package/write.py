@@ -131,9 +131,9 @@ def _write(
     tables = FusedTables(open_tables(folder / TABLES))
     check_samples(module, ready, ids_per_bag=options.ids_per_bag)
     problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
-    halves = split(problem.program, CUTTERS[options.cutter].cut(problem))
+    halves = split(problem.program, CUTTERS[options.cutter](problem))
     at_hn = {port.name for port in halves.hn.constants}
-    small = {rows_name(table): _as_stored(tables, table) for table in captured.tables if rows_name(table) in at_hn}
+    small = {rows_name(table): _as_stored(tables, table, rows[table]) for table in rows if rows_name(table) in at_hn}
     _verify(module, captured, halves, ready, options)
     for file, program in ((WHOLE, captured.program), (CN, halves.cn), (HN, halves.hn)):
         (folder / file).write_text(_readable(dump_program(program)), encoding="utf-8")
@@ -143,7 +143,7 @@ def _write(
         name=name,
         version=options.version,
         inputs=captured.inputs,
-        outputs=_outputs(captured),
+        outputs={key: captured.program.values[ref.name].shape[1:] for key, ref in captured.program.outputs},
         bounds=bounds,
         cut=CutFacts(cutter=options.cutter, tiled=options.tile, candidates=options.candidates),
         largest_candidates=options.largest_candidates,
@@ -256,14 +256,7 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
         raise PackageError(f"the halves do not make what the model makes: {'; '.join(found.failures)}")
 
 
-def _as_stored(tables: FusedTables, name: str) -> torch.Tensor:
+def _as_stored(tables: FusedTables, name: str, rows: int) -> torch.Tensor:
     """Return all rows of a table as a lookup would."""
-    (table,) = [table for table in tables.tables if table.name == name]
-    every = LookupRequest(lookup=Lookup(name=name, table=name, mode="rows"), ids=torch.arange(table.rows))
+    every = LookupRequest(lookup=Lookup(name=name, table=name, mode="rows"), ids=torch.arange(rows))
     return tables.lookup([every])[0]
-
-
-def _outputs(captured: Captured) -> dict[str, tuple[int, ...]]:
-    """Return the shape of one row of every output."""
-    shapes = {node.name: node.shape[1:] for node in captured.program.nodes}
-    return {name: shapes[ref.name] for name, ref in captured.program.outputs}

@@ -1,10 +1,10 @@
 """Safetensors files for matrices larger than memory: written in chunks, read by mapping.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header `{name:
-{dtype, shape, data_offsets}, "__metadata__": {...}}`, then the tensors without gaps. The library's reader is not
-used because it maps writable and private, which the kernel counts against memory as if all pages were written, so
-that a table larger than memory is refused. We map read-only, or copy-on-write without that accounting: only pages
-that are written to are copied, and processes that map one file share its pages.
+{dtype, shape, data_offsets}, "__metadata__": {...}}`, then the tensors without gaps. The library reads the header. Its
+tensors are not used because torch maps them writable and private, which the kernel counts against memory as if all
+pages were written, so that a table larger than memory is refused. We map read-only, or copy-on-write without that
+accounting: only pages that are written to are copied, and processes that map one file share its pages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from plait_disagg.bounded import load_json, product
 from plait_disagg.tables.errors import BadTableFile
 
 _PAGE_BYTES = 4096
@@ -34,9 +34,6 @@ _READ_AHEAD_BELOW_BYTES = 64 << 20
 """Smaller files are in memory after a few lookups. For a larger one the kernel's read-ahead (8 MiB for each row that
 is not cached yet, where it was measured) only evicts other pages: 4,096 rows of a new 20 GB file took 24 s with
 it, and 0.03 s without. Warm lookups take the same time with and without."""
-
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library itself (MAX_HEADER_SIZE)."""
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
@@ -49,24 +46,7 @@ _MAP_NORESERVE = 0x4000
 """From Linux, asm-generic/mman-common.h; Python's mmap has no name for it. With it the kernel does not count a
 writable private mapping as if all of its pages were written (vm.overcommit_memory=2 counts it all the same)."""
 
-_SHOWN = 100
-
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """One tensor of a file. `begin` counts from the first byte of the data."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its values in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +76,9 @@ def write_container(
     end = 0
     starts = {}
     for name, dtype, shape in tensors:
-        entry = TensorEntry(name=name, dtype=dtype, shape=shape, begin=end)
         starts[name] = end
-        end += entry.nbytes
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [entry.begin, end]}
+        end += math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _PAGE_BYTES)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -122,17 +101,17 @@ def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = Fals
     Raises `BadTableFile` if the file does not match its header, FileNotFoundError.
     """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start, header = _read_header(path, file, size)
-        entries = _entries(path, header, size - start)
-        metadata = _metadata(path, header)
+        size, start = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(file.read(8), "little")
+        entries, metadata = _described(path)
         mapping, is_writable = _mapped(file, size, copy_on_write=copy_on_write)
     if size >= _READ_AHEAD_BELOW_BYTES:
         mapping.madvise(mmap.MADV_RANDOM)
         if ahead:
             read_ahead(path, mapping)
-    tensors = {entry.name: _tensor(mapping, start, entry) for entry in entries}
-    starts = {entry.name: start + entry.begin for entry in entries}
+    tensors, starts = {}, {}
+    for name, (dtype, shape) in entries.items():
+        starts[name], tensors[name] = start, _tensor(mapping, start, dtype, shape)
+        start += tensors[name].nbytes
     return Container(tensors=tensors, starts=starts, metadata=metadata, is_writable=is_writable)
 
 
@@ -148,81 +127,32 @@ def _mapped(file: BinaryIO, size: int, *, copy_on_write: bool) -> tuple[mmap.mma
     return mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), False
 
 
-def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
-    """Return where the data starts, and the header."""
-    prefix = file.read(8)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        raise BadTableFile(
-            path, "header length", f"{length} bytes do not fit into a file of {size} (cut short, or not safetensors)"
-        )
+def _described(path: Path) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict[str, str]]:
+    """Return dtype and shape of the tensors, which follow each other without gaps, and the stored strings."""
+    found = {}
     try:
-        header = load_json(file.read(length), pairs=_unique)
-    except (ValueError, RecursionError) as error:
-        raise BadTableFile(path, "header", f"not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise BadTableFile(path, "header", "not a JSON object")
-    return 8 + length, header
+        with safe_open(path, framework="np") as header:  # which maps the file for reading only
+            for name in header.offset_keys():
+                part = header.get_slice(name)
+                found[name] = part.get_dtype(), tuple(part.get_shape())
+            metadata = header.metadata() or {}
+    except SafetensorError as error:
+        raise BadTableFile(path, "header", f"{error} (cut short, or not safetensors)") from error
+    for name, (dtype, shape) in found.items():
+        if dtype not in _DTYPES:
+            raise BadTableFile(path, f"{name}.dtype", f"{dtype} is none of {', '.join(_DTYPES)}")
+        if not shape or min(shape) < 1:
+            raise BadTableFile(path, f"{name}.shape", f"{list(shape)} is not a list of sizes of at least 1")
+    return {name: (_DTYPES[dtype], shape) for name, (dtype, shape) in found.items()}, metadata
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
-def _entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> list[TensorEntry]:
-    """Return all tensors, which must cover the data without gap or overlap."""
-    entries = [_entry(path, name, data) for name, data in header.items() if name != "__metadata__"]
-    end = 0
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.nbytes)):
-        if entry.begin != end:
-            raise BadTableFile(path, f"{entry.name}.data_offsets", f"starts at {entry.begin} where {end} was due")
-        end += entry.nbytes
-    if end != data_bytes:
-        raise BadTableFile(path, "data", f"the tensors take {end} bytes, the file holds {data_bytes} (cut short?)")
-    return entries
-
-
-def _entry(path: Path, name: str, data: Any) -> TensorEntry:
-    if not isinstance(data, dict) or data.keys() != {"dtype", "shape", "data_offsets"}:
-        raise BadTableFile(path, name, "must have dtype, shape and data_offsets")
-    dtype = _DTYPES.get(data["dtype"]) if isinstance(data["dtype"], str) else None
-    if dtype is None:
-        raise BadTableFile(path, f"{name}.dtype", f"{data['dtype']!r} is none of {', '.join(_DTYPES)}")
-    shape, offsets = data["shape"], data["data_offsets"]
-    if not _whole_numbers(shape) or not shape or min(shape) < 1:
-        raise BadTableFile(path, f"{name}.shape", f"{_listed(shape)} is not a list of sizes of at least 1")
-    if not _whole_numbers(offsets) or len(offsets) != 2:
-        raise BadTableFile(path, f"{name}.data_offsets", f"{_listed(offsets)} is not a begin and an end")
-    if offsets[1] - offsets[0] != product(shape, limit=offsets[1]) * dtype.itemsize:
-        raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} does not hold {_listed(shape)} of {dtype}")
-    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0])
-
-
-def _listed(value: Any) -> str:
-    return repr(value) if len(repr(value)) <= _SHOWN else repr(value)[:_SHOWN] + " ..."
-
-
-def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
-
-
-def _metadata(path: Path, header: Mapping[str, Any]) -> dict[str, str]:
-    metadata = header.get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadTableFile(path, "__metadata__", "must be an object of strings")
-    return metadata
-
-
-def _tensor(mapping: mmap.mmap, start: int, entry: TensorEntry) -> torch.Tensor:
+def _tensor(mapping: mmap.mmap, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor on the mapping's pages; it keeps the mapping alive."""
     with warnings.catch_warnings():
         # "The given buffer is not writable": that is the point.
         warnings.simplefilter("ignore", UserWarning)
-        flat = torch.frombuffer(mapping, dtype=entry.dtype, count=math.prod(entry.shape), offset=start + entry.begin)
-    return flat.view(entry.shape)
+        flat = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=start)
+    return flat.view(shape)
 
 
 _SHARE = 0.5

@@ -98,14 +98,6 @@ class _LookupBatch:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _LookupPlan:
-    """The batches of a sequence of lookups, which it keeps alive because it is found by their identities."""
-
-    lookups: tuple[Lookup, ...]
-    batches: tuple[_LookupBatch, ...]
-
-
 class FusedTables:
     """The `Tables` of one process, fused over a `TableSet`."""
 
@@ -120,7 +112,8 @@ class FusedTables:
             for group in stored.groups
             for part in group.slices
         }
-        self._plans: dict[tuple[int, ...], _LookupPlan] = {}
+        self._plans: dict[tuple[int, ...], tuple[tuple[Lookup, ...], tuple[_LookupBatch, ...]]] = {}
+        """By the identities of a sequence of lookups: these, which it keeps alive, and their batches."""
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -134,7 +127,7 @@ class FusedTables:
         ids.
         """
         found: dict[int, torch.Tensor] = {}
-        for batch in self._plan(requests).batches:
+        for batch in self._plan(requests):
             some = [requests[position] for position in batch.positions]
             if batch.mode == "rows":
                 values = self._rows(some, batch)
@@ -149,22 +142,22 @@ class FusedTables:
     def lookup_bags(self, requests: Sequence[LookupBags]) -> list[torch.Tensor]:
         """Pool the bags of several requests where they lie (`TablesOfBags`): they are laid end to end only once."""
         found: dict[int, torch.Tensor] = {}
-        for batch in self._plan(requests).batches:
+        for batch in self._plan(requests):
             some = [requests[position] for position in batch.positions]
             ids = [part for one in some for part in one.ids]
             offsets = [part for one in some for part in one.offsets]
             found.update(zip(batch.positions, self._pooled(ids, offsets, None, some, batch), strict=True))
         return [found[position] for position in range(len(requests))]
 
-    def _plan(self, requests: Sequence[LookupRequest | LookupBags]) -> _LookupPlan:
+    def _plan(self, requests: Sequence[LookupRequest | LookupBags]) -> tuple[_LookupBatch, ...]:
         key = tuple([id(request.lookup) for request in requests])
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= self._max_plans:
                 self._plans.clear()
             lookups = tuple(request.lookup for request in requests)
-            plan = self._plans[key] = _LookupPlan(lookups, self._batches(lookups))
-        return plan
+            plan = self._plans[key] = lookups, self._batches(lookups)
+        return plan[1]
 
     def _batches(self, lookups: Sequence[Lookup]) -> tuple[_LookupBatch, ...]:
         together: dict[tuple[str, Mode], list[int]] = {}

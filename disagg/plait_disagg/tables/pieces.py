@@ -13,10 +13,11 @@ import torch
 
 from plait_disagg.tables.formats import LAYOUTS
 from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.plan import TablePiece
-from plait_disagg.tables.protocols import BadId, LookupRequest
+from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.storage import TableSet
-from plait_disagg.tables.values import GroupSlice, RowFormat, Table, TableGroup
+from plait_disagg.tables.values import GroupSlice, Table, TableGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +37,40 @@ class HeldPieces:
     def __init__(self, stored: TableSet, pieces: Sequence[TablePiece]) -> None:
         """Take the pieces from `stored`; columns are copied now."""
         homes = {part.table: (group, part.first) for group in stored.groups for part in group.slices}
+        together: dict[str, list[TablePiece]] = {}
+        for piece in pieces:
+            group, _ = homes[piece.table]
+            is_view = piece.columns == group.dim
+            name = group.name if is_view else f"{group.format}_{piece.columns}_columns"
+            together.setdefault(name, []).append(piece)
         self._places: dict[str, _PiecePlace] = {}
-        groups: dict[str, TableGroup] = {}
+        groups: list[TableGroup] = []
         matrices: dict[str, torch.Tensor] = {}
-        for name, held, matrix in (*_views(stored, pieces, homes), *_copies(stored, pieces, homes)):
-            matrices[name] = matrix
-            groups[name] = held[0][1]
-            slices = []
-            for piece, _, first in held:
+        for name, some in together.items():
+            group, _ = homes[some[0].table]
+            columns, is_view, slices = some[0].columns, name in stored.matrices, list[GroupSlice]()
+            if is_view:
+                matrix = stored.matrices[name]
+            else:
+                layout, rows = LAYOUTS[group.format], sum(piece.rows for piece in some)
+                matrix = torch.empty(rows, columns + layout.extra_columns, dtype=layout.dtype)
+            for piece in some:
                 source, source_first = homes[piece.table]
+                source_first += piece.first_row
+                first = source_first if is_view else sum(part.rows for part in slices)
+                if not is_view:
+                    whole = stored.matrices[source.name][source_first : source_first + piece.rows]
+                    mine = matrix[first : first + piece.rows]
+                    mine[:, :columns] = whole[:, piece.first_column : piece.first_column + columns]
+                    mine[:, columns:] = whole[:, source.dim :]
                 slices.append(GroupSlice(table=piece.name, first=first, rows=piece.rows))
                 self._places[piece.name] = _PiecePlace(
-                    piece=piece,
-                    matrix=matrix,
-                    first=first,
-                    source=source,
-                    source_first=source_first + piece.first_row,
+                    piece=piece, matrix=matrix, first=first, source=source, source_first=source_first
                 )
-            groups[name] = replace(groups[name], name=name, dim=held[0][0].columns, slices=tuple(slices))
+            matrices[name] = matrix
+            groups.append(replace(group, name=name, dim=columns, slices=tuple(slices)))
         tables = tuple(Table(name=piece.name, rows=piece.rows, dim=piece.columns) for piece in pieces)
-        self._pooled = FusedTables(TableSet(tables=tables, groups=tuple(groups.values()), matrices=matrices))
+        self._pooled = FusedTables(TableSet(tables=tables, groups=tuple(groups), matrices=matrices))
 
     @property
     def names(self) -> frozenset[str]:
@@ -72,10 +87,8 @@ class HeldPieces:
         place = self._places.get(request.lookup.table)
         if place is None:
             raise ValueError(f"there is no piece {request.lookup.table}")
-        ids = request.ids
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= place.piece.rows):
-            odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            raise BadId(table=place.piece.name, value=odd, position=0, rows=place.piece.rows)
+        table = Table(name=place.piece.name, rows=place.piece.rows, dim=place.piece.columns)
+        ids = torch.from_numpy(ids_in_range(request.ids.numpy(), table))
         return place.matrix.index_select(0, ids + place.first)
 
     def writes(
@@ -90,46 +103,6 @@ class HeldPieces:
             mine = (ids >= place.source_first) & (ids < place.source_first + piece.rows)
             if bool(mine.any()):
                 yield place.matrix, ids[mine] - place.source_first + place.first, _columns(new[mine], piece, source)
-
-
-_Held = list[tuple[TablePiece, TableGroup, int]]
-"""Pieces of one matrix, each with the group that it comes from, and its first row in the matrix."""
-
-
-def _views(
-    stored: TableSet, pieces: Sequence[TablePiece], homes: Mapping[str, tuple[TableGroup, int]]
-) -> Iterable[tuple[str, _Held, torch.Tensor]]:
-    found: dict[str, _Held] = {}
-    for piece in pieces:
-        group, first = homes[piece.table]
-        if piece.columns == group.dim:
-            found.setdefault(group.name, []).append((piece, group, first + piece.first_row))
-    return [(name, held, stored.matrices[name]) for name, held in found.items()]
-
-
-def _copies(
-    stored: TableSet, pieces: Sequence[TablePiece], homes: Mapping[str, tuple[TableGroup, int]]
-) -> Iterable[tuple[str, _Held, torch.Tensor]]:
-    found: dict[tuple[RowFormat, int], _Held] = {}
-    rows: dict[tuple[RowFormat, int], int] = {}
-    for piece in pieces:
-        group, _ = homes[piece.table]
-        if piece.columns < group.dim:
-            key = group.format, piece.columns
-            found.setdefault(key, []).append((piece, group, rows.setdefault(key, 0)))
-            rows[key] += piece.rows
-    made = []
-    for key, held in found.items():
-        layout = LAYOUTS[key[0]]
-        matrix = torch.empty((rows[key], key[1] + layout.extra_columns), dtype=layout.dtype)
-        for piece, group, first in held:
-            source = homes[piece.table][1] + piece.first_row
-            whole = stored.matrices[group.name][source : source + piece.rows]
-            last = piece.first_column + piece.columns
-            matrix[first : first + piece.rows, : piece.columns] = whole[:, piece.first_column : last]
-            matrix[first : first + piece.rows, piece.columns :] = whole[:, group.dim :]
-        made.append((f"{key[0]}_{key[1]}_columns", held, matrix))
-    return made
 
 
 def _columns(rows: torch.Tensor, piece: TablePiece, group: TableGroup) -> torch.Tensor:

@@ -16,7 +16,7 @@ seen. Splitting everything over all shards is tried too, so that tables which fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -169,13 +169,19 @@ class _Search:
             cuts = zip(self._tables.values(), parts, strict=True)
             pieces = [costs for table, count in cuts for costs in self.costs(table, count)]
             for places in product(range(self._shards), repeat=len(pieces)):
-                read, held = [0.0] * self._shards, [0] * self._shards
-                for shard, costs in zip(places, pieces, strict=True):
-                    read[shard] += costs.read_bytes
-                    held[shard] += costs.held_bytes
-                if max(held) <= self._memory_bytes:
-                    placed = {costs.piece: shard for shard, costs in zip(places, pieces, strict=True)}
-                    yield ShardPlan(pieces=_on_shards(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held))
+                plan = self._planned(pieces, places)
+                if max(plan.held_bytes) <= self._memory_bytes:
+                    yield plan
+
+    def _planned(self, pieces: Sequence[_Costs], places: Iterable[int]) -> ShardPlan:
+        """Return the plan with each piece on its shard, in the order of the tables."""
+        read, held = [0.0] * self._shards, [0] * self._shards
+        placed = []
+        for shard, costs in zip(places, pieces, strict=True):
+            read[shard] += costs.read_bytes
+            held[shard] += costs.held_bytes
+            placed.append(costs.piece.on(shard))
+        return ShardPlan(pieces=tuple(placed), read_bytes=tuple(read), held_bytes=tuple(held))
 
     def _found(self) -> ShardPlan | None:
         parts = dict.fromkeys(self._tables, 1)
@@ -229,9 +235,7 @@ class _Search:
                 held[shard] += costs.held_bytes
                 placed[costs.piece] = shard
             if blocked is None:
-                return ShardPlan(
-                    pieces=_on_shards(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held)
-                ), None
+                return self._planned(pieces, [placed[costs.piece] for costs in pieces]), None
         return None, blocked
 
     def _next_cut(
@@ -262,11 +266,6 @@ def _by_reading(costs: _Costs) -> tuple[float, int, str]:
 
 def _by_holding(costs: _Costs) -> tuple[int, float, str]:
     return -costs.held_bytes, -costs.read_bytes, costs.piece.name
-
-
-def _on_shards(pieces: Sequence[_Costs], placed: Mapping[TablePiece, int]) -> tuple[TablePiece, ...]:
-    """Return the pieces with their shards, in the order of the tables."""
-    return tuple(costs.piece.on(placed[costs.piece]) for costs in pieces)
 
 
 def _edges(size: int, parts: int) -> list[tuple[int, int]]:

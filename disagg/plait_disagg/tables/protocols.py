@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -62,13 +62,6 @@ class TablesOfBags(Tables, Protocol):
         """Pool as `lookup` does for the same bags joined. All have parts of the same requests. Raises `BadId`."""
 
 
-class PendingLookup(Protocol):
-    """A lookup in flight at a shard."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Wait for the answer; call it once. Raises `OtherVersion`, `ShardLost`, `ShardRefused`."""
-
-
 class ShardTables(Protocol):
     """The pieces of one shard, which may be in another process: several shards are asked at once.
 
@@ -76,5 +69,8 @@ class ShardTables(Protocol):
     are stored, (n, stored columns): they cross as small as they are, and whoever asks decodes or pools them.
     """
 
-    def begin(self, requests: Sequence[LookupRequest], version: str) -> PendingLookup:
-        """Send a lookup of rows of that version without waiting. Raises `ShardLost`."""
+    def begin(self, requests: Sequence[LookupRequest], version: str) -> Callable[[], list[torch.Tensor]]:
+        """Send a lookup of rows of that version without waiting. Raises `ShardLost`.
+
+        What is returned waits for the answer; call it once. It raises `OtherVersion`, `ShardLost`, `ShardRefused`.
+        """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ import torch
 
 from plait_disagg.tables.errors import OtherVersion, ShardLost, ShardRefused
 from plait_disagg.tables.protocols import LookupRequest
-from plait_disagg.tables.rows_wire import WIRE_VERSION, Found, Other, ShardIdentity, pack_requests, parse_answer
+from plait_disagg.tables.rows_wire import WIRE_VERSION, Refusal, ShardIdentity, pack_requests, parse_answer
 from plait_fabric import FabricError, Message
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
@@ -66,7 +66,8 @@ class RemoteShard:
         self._identity = identity
         self._answer_timeout_s = answer_timeout_s
         self._twin_after_s = twin_after_s
-        self._lost = self._twins = 0
+        self.lost = self.twins = 0
+        """Lookups lost with a replica so far, and those asked of another one because a replica was silent."""
         protocol: ClientProtocol[_OpenLookup] = ClientProtocol(
             version=WIRE_VERSION,
             hello=identity.payload(),
@@ -91,38 +92,34 @@ class RemoteShard:
         """The number of replicas connected now."""
         return self._client.up
 
-    @property
-    def lost(self) -> int:
-        """The number of lookups lost with a replica so far."""
-        return self._lost
-
-    @property
-    def twins(self) -> int:
-        """The number of lookups asked of a twin so far, because a replica was silent."""
-        return self._twins
-
-    def begin(self, requests: Sequence[LookupRequest], version: str) -> _PendingLookup:
+    def begin(self, requests: Sequence[LookupRequest], version: str) -> Callable[[], list[torch.Tensor]]:
         """Send a lookup to a replica. Raises `ShardLost`, `ShardRefused`, ValueError."""
         lookup = _OpenLookup(requests=requests, version=version)
         until_s = time.monotonic() + self._answer_timeout_s
         while not self._send(lookup, self._client.best(full=True)):
             if time.monotonic() > until_s or not self._client.up:
-                raise self.gone("no replica answers; one is being started")
-        return _PendingLookup(self, lookup, until_s, self._twin_after_s)
-
-    def ask_twin(self, lookup: _OpenLookup) -> None:
-        """Ask another replica than the one that is silent, if there is one."""
-        others = [it for it in self._client.connections if it.up and it is not lookup.connection]
-        if others and self._send(lookup, min(others, key=lambda it: it.open_calls)):
-            self._twins += 1
-
-    def gone(self, why: str) -> ShardLost:
-        """Return the error of a lookup that nobody answers."""
-        return ShardLost(self.name, why, back_in_s=self._client.back_in_s)
+                raise self._gone("no replica answers; one is being started")
+        return partial(self._result, lookup, until_s)
 
     def close(self) -> None:
         """Close the connections for good; open lookups are lost."""
         self._client.close()
+
+    def _result(self, lookup: _OpenLookup, until_s: float) -> list[torch.Tensor]:
+        """Wait for the answer; ask another replica than the one that is silent, if there is one."""
+        try:
+            return lookup.answer.result(self._twin_after_s)
+        except TimeoutError:
+            others = [it for it in self._client.connections if it.up and it is not lookup.connection]
+            if others and self._send(lookup, min(others, key=lambda it: it.open_calls)):
+                self.twins += 1
+        try:
+            return lookup.answer.result(max(0.0, until_s - time.monotonic()))
+        except TimeoutError:
+            raise self._gone("it did not answer in time") from None
+
+    def _gone(self, why: str) -> ShardLost:
+        return ShardLost(self.name, why, back_in_s=self._client.back_in_s)
 
     def _send(self, lookup: _OpenLookup, connection: Connection[_OpenLookup] | None) -> bool:
         """Return whether it was sent: not if the replica is gone."""
@@ -151,27 +148,28 @@ class RemoteShard:
             if not connection.was_called(number):
                 raise WireError(f"an answer to lookup {number}, which was never asked")
             return
-        if isinstance(answer, Found):
-            if len(answer.values) != len(lookup.requests):
-                raise WireError(f"{len(answer.values)} values for {len(lookup.requests)} lookups")
-            with suppress(InvalidStateError):  # its twin was faster
-                lookup.answer.set_result(answer.values)
-        elif isinstance(answer, Other):
-            lookup.fail(OtherVersion(self.name, asked=lookup.version, has=answer.has))
-        else:
-            lookup.fail(ShardRefused(self.name, answer.why))
+        if isinstance(answer, Refusal):
+            if answer.has is None:
+                lookup.fail(ShardRefused(self.name, answer.why))
+            else:
+                lookup.fail(OtherVersion(self.name, asked=lookup.version, has=answer.has))
+            return
+        if len(answer) != len(lookup.requests):
+            raise WireError(f"{len(answer)} values for {len(lookup.requests)} lookups")
+        with suppress(InvalidStateError):  # its twin was faster
+            lookup.answer.set_result(answer)
 
     def _on_lost(self, connection: Connection[_OpenLookup], lookups: list[_OpenLookup], why: str) -> None:
-        self._lost += len(lookups)
+        self.lost += len(lookups)
         for lookup in lookups:
             if lookup.answer.done() or lookup.connection is not connection:  # its twin was asked, and still may answer
                 continue
             try:
                 if lookup.tries > 1 or not self._send(lookup, self._client.best(full=True)):
-                    lookup.fail(self.gone(why))
+                    lookup.fail(self._gone(why))
             except Exception as error:
                 _log.warning("%s: a lookup could not be sent again: %s", self.name, error)
-                lookup.fail(self.gone(why))
+                lookup.fail(self._gone(why))
 
 
 def shards_metrics(shards: Sequence[RemoteShard]) -> Mapping[str, float]:
@@ -193,25 +191,3 @@ def wait_for_shards(shards: Sequence[RemoteShard], *, timeout_s: float = 30.0) -
             _log.warning("still away: %s", ", ".join(shard.name for shard in shards if not shard.up))
             return
         time.sleep(_LOOK_S)
-
-
-class _PendingLookup:
-    """A `PendingLookup` at a shard's replicas."""
-
-    def __init__(self, shard: RemoteShard, lookup: _OpenLookup, until_s: float, twin_after_s: float) -> None:
-        self._shard = shard
-        self._lookup = lookup
-        self._until_s = until_s
-        self._twin_after_s = twin_after_s
-
-    def result(self) -> list[torch.Tensor]:
-        """Wait for the answer of the shard."""
-        answer = self._lookup.answer
-        try:
-            return answer.result(self._twin_after_s)
-        except TimeoutError:
-            self._shard.ask_twin(self._lookup)
-        try:
-            return answer.result(max(0.0, self._until_s - time.monotonic()))
-        except TimeoutError:
-            raise self._shard.gone("it did not answer in time") from None

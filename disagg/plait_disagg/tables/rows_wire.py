@@ -79,24 +79,11 @@ class RowsRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The values, by ask."""
-
-    values: list[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Other:
-    """The shard has this version instead."""
-
-    has: str
-
-
-@dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there are no rows."""
+    """Why there are no rows. `has`: the version that the shard has instead, if that is the reason."""
 
     why: str
+    has: str | None = None
 
 
 def pack_requests(
@@ -179,12 +166,12 @@ def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup])
     return RowsRequest(number=number, version=version, requests=requests, missing=missing)
 
 
-def parse_answer(message: Message) -> tuple[int, Found | Other | Refusal]:
-    """Parse an answer; its values outlive the message. Raises `WireError`."""
+def parse_answer(message: Message) -> tuple[int, list[torch.Tensor] | Refusal]:
+    """Parse an answer: the values by ask, which outlive the message, or why there are none. Raises `WireError`."""
     header = message.header
     number, kind = integer(header, "number"), header.get("kind")
     if kind == "other":
-        return number, Other(text(header, "has"))
+        return number, Refusal("it has another version", has=text(header, "has"))
     if kind == "failed":
         return number, Refusal(text(header, "why", 1_000))
     if kind != "found":
@@ -192,7 +179,7 @@ def parse_answer(message: Message) -> tuple[int, Found | Other | Refusal]:
     described = [_parse_value(entry) for entry in entries(header, "found", _MAX_ASKS)]
     sizes = {name: [rows * columns for dtype, rows, columns in described if dtype == name] for name in _FOUND.given}
     numbers = {name: iter(parts) for name, parts in _cut(_FOUND, sizes, message.keep()).items()}
-    return number, Found([next(numbers[dtype]).view(rows, columns) for dtype, rows, columns in described])
+    return number, [next(numbers[dtype]).view(rows, columns) for dtype, rows, columns in described]
 
 
 def _cut(

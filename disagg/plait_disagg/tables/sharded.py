@@ -18,7 +18,7 @@ from plait_disagg.tables.errors import ShardRefused
 from plait_disagg.tables.formats import LAYOUTS, decode_rows, pool
 from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.plan import ShardPlan, TablePiece
-from plait_disagg.tables.protocols import LookupRequest, PendingLookup, ShardTables
+from plait_disagg.tables.protocols import LookupRequest, ShardTables
 from plait_disagg.tables.values import Lookup, Mode, RowFormat, Table
 
 
@@ -88,12 +88,13 @@ class ShardedTables:
         for position, part in enumerate(parts):
             if part.request.ids.numel():
                 by_shard.setdefault(part.piece.shard, []).append(position)
-        pending: dict[int, PendingLookup] = {}
-        for shard, positions in by_shard.items():
-            pending[shard] = self._shards[shard].begin([parts[at].request for at in positions], self.version)
+        pending = [
+            (positions, self._shards[shard].begin([parts[at].request for at in positions], self.version))
+            for shard, positions in by_shard.items()
+        ]
         found: dict[int, torch.Tensor] = {}
-        for shard, positions in by_shard.items():
-            found.update(zip(positions, pending[shard].result(), strict=True))
+        for positions, result in pending:
+            found.update(zip(positions, result(), strict=True))
         return [self._checked(part, found.get(position)) for position, part in enumerate(parts)]
 
     def _checked(self, part: _Part, value: torch.Tensor | None) -> torch.Tensor:

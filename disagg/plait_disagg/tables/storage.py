@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, get_args
 
@@ -142,12 +143,11 @@ def _choice(word: Word | Mapping[str, Word], table: str, words: tuple[Word, ...]
 
 
 def _slices(tables: list[Table]) -> tuple[GroupSlice, ...]:
-    found = []
-    first = 0
-    for table in tables:
-        found.append(GroupSlice(table=table.name, first=first, rows=table.rows))
-        first += table.rows
-    return tuple(found)
+    ends = itertools.accumulate(table.rows for table in tables)
+    return tuple(
+        GroupSlice(table=table.name, first=end - table.rows, rows=table.rows)
+        for table, end in zip(tables, ends, strict=True)
+    )
 
 
 def _matrix_shape(group: TableGroup) -> tuple[int, int]:
@@ -170,10 +170,7 @@ def _write_rows(
 def _to_json(tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> dict[str, Any]:
     return {
         "version": _VERSION,
-        "tables": [
-            {"name": table.name, "rows": table.rows, "dim": table.dim, "out_of_range": table.out_of_range}
-            for table in tables
-        ],
+        "tables": [asdict(table) for table in tables],
         "groups": [
             {
                 "name": group.name,

@@ -211,7 +211,8 @@ class Auditor:
             kept = self._keep(sample, wanted, share)
             _log.error(
                 "%s differs from torch by %.3g times its tolerance at %s: torch runs this shape from now on; %s",
-                program.name, share, _shape(sample), f"both answers are in {kept}" if kept else "nothing was kept",
+                program.name, share, list(sample.inputs[0].shape),
+                f"both answers are in {kept}" if kept else "nothing was kept",
             )  # fmt: skip
 
     def _keep(self, sample: _Sample, wanted: Sequence[torch.Tensor], share: float) -> Path | None:
@@ -257,14 +258,6 @@ class _GivingWay(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(slots=True, eq=False)
-class _LastFactors:
-    """The key of the factors that came last: a batch keeps them for many steps."""
-
-    factors: RowFactors | None = None
-    key: Hashable = (0, ())
-
-
 class AuditedProgram:
     """A `PreparedProgram` whose answers are sampled. Shapes that drifted are run by the reference."""
 
@@ -290,7 +283,8 @@ class AuditedProgram:
         self._known: OrderedDict[Hashable, None] = OrderedDict()
         self._off: set[Hashable] = set()
         self._calls = 0
-        self._last = _LastFactors()
+        self._last: tuple[RowFactors | None, Hashable] = None, (0, ())
+        """The factors that came last, and their key: a batch keeps them for many steps."""
 
     @property
     def settled(self) -> bool:
@@ -349,10 +343,10 @@ class AuditedProgram:
 
     def _factor_key(self, factors: RowFactors | None) -> Hashable:
         """Return what of the factors decides which code runs: their rows and, in all, their ranks."""
-        if factors is not self._last.factors:
+        if factors is not self._last[0]:
             ranks = () if factors is None else tuple(first.shape[2] for first, _ in factors.by_path.values())
-            self._last = _LastFactors(factors, (0 if factors is None else factors.given, ranks))
-        return self._last.key
+            self._last = factors, (0 if factors is None else factors.given, ranks)
+        return self._last[1]
 
 
 def _difference(answer: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -367,7 +361,3 @@ def _difference(answer: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def _copies(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(value.detach().to("cpu", torch.float32, copy=True) for value in values)
-
-
-def _shape(sample: _Sample) -> list[int]:
-    return list(sample.inputs[0].shape)

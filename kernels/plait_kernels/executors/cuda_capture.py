@@ -31,16 +31,6 @@ _PREFERRED: dict[str, list[SDPBackend]] = {
 _WARM_UPS, _TIMED = 2, 3
 
 
-class _CudaRecording:
-    """A graph."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
 class CudaCapture:
     """Captures calls on one device; the graphs share a pool of memory, so they must be replayed on one stream."""
 
@@ -49,7 +39,7 @@ class CudaCapture:
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
         self._pool: Any = None
-        self._live: WeakSet[_CudaRecording] = WeakSet()
+        self._live: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._pool_bytes = 0
 
     @property
@@ -57,9 +47,9 @@ class CudaCapture:
         """What the graphs share."""
         return self._pool_bytes if self._live else 0
 
-    def __call__(self, call: Callable[[], None]) -> _CudaRecording:
+    def __call__(self, call: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture every form and return the fastest. Raises RuntimeError if none can be captured."""
-        found: dict[str, tuple[float, _CudaRecording]] = {}
+        found: dict[str, tuple[float, torch.cuda.CUDAGraph]] = {}
         failure: RuntimeError | None = None
         for name, backends in _PREFERRED.items():
             try:
@@ -74,7 +64,7 @@ class CudaCapture:
         _log.info("captured %s; kept %s", ", ".join(f"{name} {ms:.2f} ms" for name, (ms, _) in found.items()), best)
         return found[best][1]
 
-    def _captured(self, call: Callable[[], None]) -> _CudaRecording:
+    def _captured(self, call: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Make the call until libraries have chosen their kernels, then record it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -89,11 +79,10 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             call()
         self._pool_bytes += max(0, torch.cuda.memory_reserved(self._device) - before_bytes)
-        recording = _CudaRecording(graph)
-        self._live.add(recording)
-        return recording
+        self._live.add(graph)
+        return graph
 
-    def _replay_ms(self, recording: _CudaRecording) -> float:
+    def _replay_ms(self, recording: torch.cuda.CUDAGraph) -> float:
         """Return the median milliseconds of a replay."""
         cuda: Any = torch.cuda
         taken: list[float] = []

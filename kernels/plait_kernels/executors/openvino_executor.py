@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,8 +172,7 @@ def _fill(folder: Path, make: Callable[[], Computation]) -> None:
     tensors = {f"input.{i}": value.contiguous() for i, value in enumerate(inputs)}
     tensors |= {f"output.{i}": value.float().contiguous() for i, value in enumerate(outputs)}
     save_file({name: value.clone() for name, value in tensors.items()}, folder / _PROBE)
-    facts = {"layers": [{"path": x.path, "width_in": x.width_in, "width_out": x.width_out} for x in layers]}
-    (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    (folder / _FACTS).write_text(json.dumps({"layers": [asdict(layer) for layer in layers]}), encoding="utf-8")
 
 
 def _probe_factors(layers: Sequence[AdaptedLayer], rows: int) -> RowFactors:

@@ -2,7 +2,8 @@
 
 x is read twice, the second time mostly from the L2 cache; eager torch moves it five times (addition, norm, SiLU).
 Channels-last memory is cut into pixels x channels, so that loads coalesce: for statistics at borders of groups, for
-normalising in blocks of 64 channels, which leave no lane idle. In contiguous memory every channel is one run.
+normalising in blocks of 64 channels, which leave no lane idle. Other memory is copied to be so: on a GPU every norm of
+a UNet and of a ControlNet is given channels-last images.
 
 A piece's sums are taken of the distance to one of its own values, K: `|K - mean| <= sqrt(n) * std`, so cancellation
 costs at most n units in the last place of the variance, however far from zero the values lie.
@@ -17,12 +18,7 @@ import torch
 import triton
 
 from plait_kernels.group_norm_silu import check_shapes, is_channels_last
-from plait_kernels.group_norm_silu.triton_kernels import (
-    channel_statistics,
-    normalise_channels,
-    normalise_pixels,
-    pixel_statistics,
-)
+from plait_kernels.group_norm_silu.triton_kernels import channel_statistics, normalise_channels
 
 _TILE = 4096  # elements at a time: 32 per thread of 4 warps
 _MAX_PIECES = 64  # of one image: every normalising program reads the statistics of all
@@ -44,22 +40,62 @@ def group_norm_silu(
     """Compute `silu(group_norm(x + addend))`; see `GroupNormSiluOp`. On a GPU, or a CPU under Triton's interpreter."""
     check_shapes(x, groups, weight, bias, addend)
     last = is_channels_last(x)
-    x = x if last else x.contiguous()
+    x = x.contiguous(memory_format=torch.channels_last)
     y = torch.empty_like(x)  # keeps the strides
     if not y.numel():
-        return y
-    weight, bias = weight.contiguous(), bias.contiguous()
-    addend = None if addend is None else addend.contiguous()
-    run = _pixels_first if last else _channels_first
-    run(x, y, groups, weight, bias, eps, addend, silu)
-    return y
+        return y if last else y.contiguous()
+    n, channels, height, width = x.shape
+    pixels, per_group = height * width, channels // groups
+    plan = plan_pixels(n, channels, pixels, groups)
+    partial = torch.empty(2, n, plan.pieces, groups, dtype=torch.float32, device=x.device)
+    t = x if addend is None else addend.contiguous()
+    channel_statistics[triton.cdiv(groups, plan.whole), plan.pieces, n](
+        x,
+        t,
+        partial,
+        pixels,
+        plan.piece,
+        n * plan.pieces * groups,
+        GROUPS=groups,
+        PER_GROUP=per_group,
+        WHOLE=plan.whole,
+        SPAN=triton.next_power_of_2(plan.whole),
+        WIDTH=plan.width,
+        TILE=plan.tile,
+        STEPS=plan.piece // plan.tile,
+        ADD=addend is not None,
+        EVEN=pixels % plan.piece == 0,
+    )
+    normalise_channels[triton.cdiv(channels, plan.block), triton.cdiv(pixels, plan.run), n](
+        x,
+        y,
+        t,
+        weight.contiguous(),
+        bias.contiguous(),
+        partial,
+        pixels,
+        plan.piece,
+        plan.pieces,
+        eps,
+        n * plan.pieces * groups,
+        GROUPS=groups,
+        PER_GROUP=per_group,
+        PIECES=triton.next_power_of_2(plan.pieces),
+        SPAN=plan.span,
+        BLOCK=plan.block,
+        ROWS=plan.rows,
+        STEPS=plan.run // plan.rows,
+        ADD=addend is not None,
+        SILU=silu,
+        EVEN=pixels % plan.run == 0 and channels % plan.block == 0,
+    )
+    return y if last else y.contiguous()
 
 
 def trial(device: str, dtype: torch.dtype) -> None:
-    """Compile and run it once in each layout. Raises what Triton, its compiler or the device raise."""
+    """Compile and run it once. Raises what Triton, its compiler or the device raise."""
     x = torch.zeros(1, 32, 4, 4, device=device, dtype=dtype)
-    for laid_out in (x, x.contiguous(memory_format=torch.channels_last)):
-        group_norm_silu(laid_out, 4, torch.ones_like(x[0, :, 0, 0]), torch.zeros_like(x[0, :, 0, 0]), 1e-5).cpu()
+    group_norm_silu(x, 4, torch.ones_like(x[0, :, 0, 0]), torch.zeros_like(x[0, :, 0, 0]), 1e-5).cpu()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,111 +145,3 @@ def plan_pixels(n: int, channels: int, pixels: int, groups: int) -> PixelPlan:
 def _whole_tiles(pixels: int, tile: int) -> int:
     """Return a piece's size: a power of two of tiles, because each number of them is a kernel to compile."""
     return int(triton.next_power_of_2(triton.cdiv(pixels, tile))) * tile
-
-
-def _pixels_first(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    addend: torch.Tensor | None,
-    silu: bool,
-) -> None:
-    n, channels, height, width = x.shape
-    pixels, per_group = height * width, channels // groups
-    plan = plan_pixels(n, channels, pixels, groups)
-    partial = torch.empty(2, n, plan.pieces, groups, dtype=torch.float32, device=x.device)
-    t = x if addend is None else addend
-    channel_statistics[triton.cdiv(groups, plan.whole), plan.pieces, n](
-        x,
-        t,
-        partial,
-        pixels,
-        plan.piece,
-        n * plan.pieces * groups,
-        GROUPS=groups,
-        PER_GROUP=per_group,
-        WHOLE=plan.whole,
-        SPAN=triton.next_power_of_2(plan.whole),
-        WIDTH=plan.width,
-        TILE=plan.tile,
-        STEPS=plan.piece // plan.tile,
-        ADD=addend is not None,
-        EVEN=pixels % plan.piece == 0,
-    )
-    normalise_channels[triton.cdiv(channels, plan.block), triton.cdiv(pixels, plan.run), n](
-        x,
-        y,
-        t,
-        weight,
-        bias,
-        partial,
-        pixels,
-        plan.piece,
-        plan.pieces,
-        eps,
-        n * plan.pieces * groups,
-        GROUPS=groups,
-        PER_GROUP=per_group,
-        PIECES=triton.next_power_of_2(plan.pieces),
-        SPAN=plan.span,
-        BLOCK=plan.block,
-        ROWS=plan.rows,
-        STEPS=plan.run // plan.rows,
-        ADD=addend is not None,
-        SILU=silu,
-        EVEN=pixels % plan.run == 0 and channels % plan.block == 0,
-    )
-
-
-def _channels_first(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    addend: torch.Tensor | None,
-    silu: bool,
-) -> None:
-    n, channels, height, width = x.shape
-    pixels, per_group = height * width, channels // groups
-    tile = min(_TILE // 2, triton.next_power_of_2(pixels))
-    # A group's pieces are its channels' pieces: long ones for wide groups keep what every program reads short.
-    piece = _whole_tiles(triton.cdiv(pixels, max(1, 4 * _MAX_PIECES // per_group)), tile)
-    pieces = triton.cdiv(pixels, piece)
-    partial = torch.empty(2, n, channels, pieces, dtype=torch.float32, device=x.device)
-    t = x if addend is None else addend
-    pixel_statistics[n * channels, pieces](
-        x,
-        t,
-        partial,
-        pixels,
-        piece,
-        pieces,
-        n * channels * pieces,
-        TILE=tile,
-        STEPS=piece // tile,
-        ADD=addend is not None,
-    )
-    normalise_pixels[n * channels, triton.cdiv(pixels, tile)](
-        x,
-        y,
-        t,
-        weight,
-        bias,
-        partial,
-        channels,
-        pixels,
-        piece,
-        pieces,
-        eps,
-        n * channels * pieces,
-        PER_GROUP=per_group,
-        PIECES=triton.next_power_of_2(per_group * pieces),
-        TILE=tile,
-        ADD=addend is not None,
-        SILU=silu,
-    )

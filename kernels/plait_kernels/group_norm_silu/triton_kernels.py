@@ -1,4 +1,4 @@
-"""The four kernels of `triton_impl`. `partial` holds means, then sums of squared distances from them, of pieces.
+"""The two kernels of `triton_impl`. `partial` holds means, then sums of squared distances from them, of pieces.
 
 Pixels x channels are fp32 inside; offsets are int32, which the registry's bound on elements allows.
 exp2 is one instruction on a GPU, where exp needs care for subnormal results.
@@ -107,65 +107,3 @@ def normalise_channels(
             if SILU:
                 v = v / (1.0 + tl.exp2(v * -1.4426950408889634))
             tl.store(y + to, v.to(y.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def pixel_statistics(
-    x, t, partial, pixels, piece, pieces, partials,
-    TILE: tl.constexpr, STEPS: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """Contiguous: statistics of `piece` pixels of one channel. Grid: images x channels, pieces."""
-    row = tl.program_id(0)
-    first = tl.program_id(1) * piece
-    last = tl.minimum(first + piece, pixels)
-    shift = tl.load(x + row * pixels + first).to(tl.float32)
-    sums = tl.zeros((TILE,), tl.float32)
-    squares = tl.zeros((TILE,), tl.float32)
-    for step in range(STEPS):
-        pixel = first + step * TILE + tl.arange(0, TILE)
-        here = pixel < last
-        d = tl.where(here, tl.load(x + row * pixels + pixel, mask=here, other=0.0).to(tl.float32) - shift, 0.0)
-        sums += d
-        squares += d * d
-    count = (last - first).to(tl.float32)
-    total = tl.sum(sums, axis=0)
-    mean = shift + total / count
-    if ADD:
-        mean += tl.load(t + row).to(tl.float32)
-    to = partial + row * pieces + tl.program_id(1)
-    tl.store(to, mean)
-    tl.store(to + partials, tl.maximum(tl.sum(squares, axis=0) - total * total / count, 0.0))
-
-
-@triton.jit
-def normalise_pixels(
-    x, y, t, weight, bias, partial, channels, pixels, piece, pieces, eps, partials,
-    PER_GROUP: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
-    """Contiguous: joins the statistics of one channel's group, then normalises a tile of the channel.
-
-    Grid: images x channels, tiles.
-    """
-    row = tl.program_id(0)
-    channel = row % channels
-    i = tl.arange(0, PIECES)
-    known = i < PER_GROUP * pieces
-    at = partial + (row - channel % PER_GROUP) * pieces + i
-    means = tl.load(at, mask=known, other=0.0)
-    spreads = tl.load(at + partials, mask=known, other=0.0)
-    counts = tl.where(known, tl.minimum(piece, pixels - i % pieces * piece), 0).to(tl.float32)
-    count = tl.sum(counts, axis=0)
-    mean = tl.sum(means * counts, axis=0) / count
-    away = means - mean
-    rstd = tl.rsqrt(tl.sum(spreads + counts * away * away, axis=0) / count + eps)
-    scale = rstd * tl.load(weight + channel).to(tl.float32)
-    offset = -mean  # added before the scale: what equals the mean gives the bias exactly
-    if ADD:
-        offset += tl.load(t + row).to(tl.float32)
-    b = tl.load(bias + channel).to(tl.float32)
-    pixel = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    here = pixel < pixels
-    v = (tl.load(x + row * pixels + pixel, mask=here, other=0.0).to(tl.float32) + offset) * scale + b
-    if SILU:
-        v = v / (1.0 + tl.exp2(v * -1.4426950408889634))
-    tl.store(y + row * pixels + pixel, v.to(y.dtype.element_ty), mask=here)

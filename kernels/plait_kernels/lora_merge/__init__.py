@@ -60,12 +60,6 @@ def check_terms(pristine: torch.Tensor, terms: Sequence[Term]) -> None:
     """Check that every term's product has the weight's size. Raises ValueError if not."""
     o, d = pristine.shape[0], pristine.shape[1:].numel()
     for term in terms:
-        fits = (
-            term.up.ndim == 2
-            and term.down.ndim == 2
-            and term.up.shape == (o, term.down.shape[0])
-            and term.down.shape[1] == d
-        )
-        if not fits:
+        if term.down.shape[1:] != (d,) or term.up.shape != (o, term.down.shape[0]):
             up, down = tuple(term.up.shape), tuple(term.down.shape)
             raise ValueError(f"factors {up} x {down} do not fit a weight of {tuple(pristine.shape)}")

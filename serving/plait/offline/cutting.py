@@ -105,6 +105,6 @@ def _cut(
 ) -> tuple[Program, frozenset[str]]:
     """Compute the cut, with times measured on this machine, and return it with the program."""
     problem = cut_problem(ready, tables, candidates=candidates, ids_per_bag=ids_per_bag)
-    nodes = CUTTERS[cutter].cut(problem)
+    nodes = CUTTERS[cutter](problem)
     program = placed(problem.program, nodes)
     return program, nodes & {node.name for node in program.nodes}

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from plait_disagg.graph.capture.calls import (
     Call,
@@ -32,14 +33,13 @@ from plait_disagg.graph.capture.calls import (
     why_unknown,
 )
 from plait_disagg.graph.capture.draft import (
-    Appender,
     RowsLayout,
     Traced,
     TracedDraft,
     Unknown,
     add_lookup,
     dtype_of,
-    leaves,
+    traced_in,
 )
 from plait_disagg.graph.capture.exported import Exported, block_line, export, module_hint, source_line
 from plait_disagg.graph.capture.rows_first import MAKERS, MovedCall, Mover
@@ -119,7 +119,7 @@ class _Capture:
     def captured(self) -> Captured:
         """Return the program, with its outputs named."""
         outputs = []
-        for name, node in self._exported.outputs():
+        for name, node in self._exported.outputs().items():
             value = self._read(node) if node is not None else None
             if not isinstance(value, Traced) or value.fact.counts != PER_ROW or not value.layout.is_plain:
                 raise UnsupportedOperator("output", f"{name} does not have one row per candidate")
@@ -146,6 +146,7 @@ class _Capture:
         return tuple({str(refused): refused for refused in ordered}.values())
 
     def _add(self, node: fx.Node) -> None:
+        self._draft.wanted = node.name
         if node.op in ("placeholder", "call_function"):
             try:
                 self._values[node] = self._placeholder(node) if node.op == "placeholder" else self._called(node)
@@ -166,7 +167,7 @@ class _Capture:
         tensor = self._exported.constant(node)
         if tensor is not None:
             name, found = tensor
-            return self._draft.constant(found, name)
+            return self._draft.hold(found, name)
         name = self._exported.input_name(node)
         port, counts = next(port for port in ports_of(self._inputs) if port.name == name), PER_ROW
         for item in self._inputs:
@@ -182,13 +183,12 @@ class _Capture:
         if isinstance(made, torch.SymInt | torch.SymBool | torch.SymFloat):
             return None
         name, lookup, picked = functional_name(node), bag_call(node), self._picked(node)
-        calls = Appender(self._draft, node.name)
         if lookup is not None and not isinstance(self._read(lookup.ids), torch.Tensor):
-            return add_lookup(lookup, self._values.get(lookup.table), self._read, calls)
+            return add_lookup(lookup, self._values.get(lookup.table), self._read, self._draft)
         if picked is not None:
-            return _gathered(self._read(picked[0]), self._read(picked[1]), calls)
+            return _gathered(self._read(picked[0]), self._read(picked[1]), self._draft)
         call = self._bound(node)
-        if not any(isinstance(value, Traced | RowCount) for value in leaves(call.given.values())):
+        if not any(isinstance(value, Traced | RowCount) for value in tree_leaves(dict(call.given))):
             return self._computed(node, call)
         if isinstance(made, tuple | list):
             return None
@@ -211,7 +211,7 @@ class _Capture:
     def _appended(self, node: fx.Node, call: Call) -> Traced:
         """Add a call, or what computes the same where the rows are not in front."""
         out, dtype = self._exported.layout(node, call.op), dtype_of(node.meta["val"])
-        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        layouts = [value.layout for value in traced_in(call.given)]
         plain = all(layout.is_plain for layout in layouts) and (out is None or (out[0].at, out[1]) == (0, 1))
         refused = None
         expanded = call.op == "aten.expand_as.default" and isinstance(call.given["self"], torch.Tensor)
@@ -219,13 +219,13 @@ class _Capture:
         if plain and not fresh:
             shape = self._exported.shape(node, call.op)
             try:
-                return self._draft.append(call, RowsLayout(shape), dtype, node.name)
+                return self._draft.call(call.op, RowsLayout(shape), dtype, **call.given)
             except UnsupportedOperator as error:
                 refused = error
         try:
             if out is None:
                 raise MixesRows("its result does not have the rows in one dimension: rows meet rows, or are lost")
-            made = Mover(Appender(self._draft, node.name)).lower(MovedCall(call.op, call.given, *out, dtype))
+            made = Mover(self._draft).lower(MovedCall(call.op, call.given, *out, dtype))
         except (MixesRows, UnsupportedOperator) as error:
             if refused is not None:
                 raise refused from error
@@ -234,7 +234,7 @@ class _Capture:
             why = str(error) if call.op in VOCABULARY else why_unknown(call.op)
             raise UnsupportedOperator(call.op, why) from error
         if not fresh:
-            self._draft.rewritten()
+            self._draft.keeps_bits = False
         return made
 
     def _computed(self, node: fx.Node, call: Call) -> Any:
@@ -242,7 +242,7 @@ class _Capture:
         target: Any = node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise UnsupportedOperator(str(target), "it is random")
-        if any(isinstance(value, Unknown) for value in leaves(call.given.values())):
+        if any(isinstance(value, Unknown) for value in tree_leaves(dict(call.given))):
             raise UnsupportedOperator(str(target), "it uses a number that depends on the request")
         if target._schema.is_mutable:
             name = functional_name(node)
@@ -250,9 +250,8 @@ class _Capture:
                 raise UnsupportedOperator(str(target), why_unknown(name))
             target = overload(name)
         made = target(*fx.map_arg(node.args, self._read), **fx.map_arg(node.kwargs, self._read))
-        calls = Appender(self._draft, node.name)
         parts = made if isinstance(made, tuple | list) else [made]
-        found = [calls.constant(part) if isinstance(part, torch.Tensor) else part for part in parts]
+        found = [self._draft.computed(part) if isinstance(part, torch.Tensor) else part for part in parts]
         return found if isinstance(made, tuple | list) else found[0]
 
     def _read(self, node: fx.Node) -> Any:
@@ -310,19 +309,19 @@ class _Capture:
         return (source, step) if is_every_row else None
 
 
-def _gathered(values: Any, steps: Any, calls: Appender) -> Traced:
+def _gathered(values: Any, steps: Any, draft: TracedDraft) -> Traced:
     """Return each row's own step of (rows, steps, ...). A step below 0 counts from the end."""
     for one, ndim in ((values, None), (steps, 1)):
         whole = isinstance(one, Traced) and one.layout.is_plain and one.fact.counts == PER_ROW
         if not whole or (ndim or one.fact.ndim) != one.fact.ndim:
             raise UnsupportedOperator("aten.index.Tensor", "it picks among the rows")
     _, length, *behind = values.layout.sizes
-    negative = calls.on(steps, "aten.lt.Scalar", "bool", other=0)
-    from_end = calls.on(steps, "aten.add.Scalar", steps.dtype, other=length)
-    counted = calls.on(negative, "aten.where.self", steps.dtype, self=from_end, other=steps)
+    negative = draft.on(steps, "aten.lt.Scalar", "bool", other=0)
+    from_end = draft.on(steps, "aten.add.Scalar", steps.dtype, other=length)
+    counted = draft.on(negative, "aten.where.self", steps.dtype, self=from_end, other=steps)
     narrow, wide = (ROWS, 1, *(1 for _ in behind)), (ROWS, 1, *behind)
-    index = calls.on(counted, "aten.reshape.default", steps.dtype, narrow, shape=narrow)
+    index = draft.on(counted, "aten.reshape.default", steps.dtype, narrow, shape=narrow)
     if behind:
-        index = calls.on(index, "aten.expand.default", steps.dtype, wide, size=wide)
-    picked = calls.on(values, "aten.gather.default", values.dtype, wide, dim=1, index=index)
-    return calls.on(picked, "aten.squeeze.dim", values.dtype, (ROWS, *behind), dim=1)
+        index = draft.on(index, "aten.expand.default", steps.dtype, wide, size=wide)
+    picked = draft.on(values, "aten.gather.default", values.dtype, wide, dim=1, index=index)
+    return draft.on(picked, "aten.squeeze.dim", values.dtype, (ROWS, *behind), dim=1)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from plait_disagg.graph.capture.calls import BagCall, Call, why_unknown
 from plait_disagg.graph.edit import Draft, rows_side
@@ -98,110 +100,55 @@ class Unknown:
     text: str
 
 
-class TracedDraft:
-    """A program in the making. Its values are `Traced`; its constants are the tensors themselves."""
+class TracedDraft(Draft):
+    """A program in the making. Its values are `Traced`; its constants are the tensors themselves.
+
+    `wanted`: what the traced operator is called, whose calls are added; their names begin with it. `tables`: those of
+    its lookups. `keeps_bits`: False once something is computed in another way than by the module.
+    """
 
     def __init__(self, ports: Sequence[Port]) -> None:
         """Create a program that takes `ports` and `USER_OF`."""
         user_of = Port(name=USER_OF, shape=(ROWS,), dtype="int64", rows="item")
-        self._draft = Draft(Program(inputs=(*ports, user_of), constants=(), nodes=(), outputs=()), {})
+        super().__init__(Program(inputs=(*ports, user_of), constants=(), nodes=(), outputs=()), {})
         self._taken = dict.fromkeys((*(port.name for port in ports), USER_OF), 1)
-        self._constants: dict[int, tuple[torch.Tensor, str]] = {}  # by id: what stands in a trace is known by that
-        self._tables: dict[str, torch.Tensor] = {}
-        self._keeps_bits = True
+        self._held: dict[int, tuple[torch.Tensor, str]] = {}  # by id: what stands in a trace is known by that
+        self.wanted = ""
+        self.tables: dict[str, torch.Tensor] = {}
+        self.keeps_bits = True
 
-    def constant(self, tensor: torch.Tensor, wanted: str) -> torch.Tensor:
+    def hold(self, tensor: torch.Tensor, wanted: str | None = None) -> torch.Tensor:
         """Give a tensor a name, under which it is a constant of the program if a call reads it; return it."""
-        self._constants.setdefault(id(tensor), (tensor, self._name(wanted)))
+        self._held.setdefault(id(tensor), (tensor, self._name(wanted or self.wanted)))
         return tensor
 
-    def rewritten(self) -> None:
-        """Note that the program computes something in another way than the module."""
-        self._keeps_bits = False
+    def computed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Hold these numbers, laid out as when they are read back."""
+        return self.hold(tensor.contiguous())
 
-    def append(self, call: Call, layout: RowsLayout, dtype: str, wanted: str) -> Traced:
+    def call(self, op: str, layout: RowsLayout, dtype: str, /, **given: Any) -> Traced:
         """Add one call on the program's tensors, checked by the rule of its operator; its result is stored as `layout`
         says. Raises `UnsupportedOperator`."""
-        operator, shape = VOCABULARY.get(call.op), layout.stored
+        call, operator, shape = Call(op, given), VOCABULARY.get(op), layout.stored
         if operator is None:
-            raise UnsupportedOperator(call.op, why_unknown(call.op))
+            raise UnsupportedOperator(op, why_unknown(op))
         try:
-            counts = operator.rule(OperatorCall({key: _as_fact(value) for key, value in call.arguments.items()}, shape))
+            counts = operator.rule(OperatorCall(tree_map(_as_fact, call.arguments), shape))
         except MixesRows as mixes:
-            raise UnsupportedOperator(call.op, str(mixes)) from mixes
+            raise UnsupportedOperator(op, str(mixes)) from mixes
         if (counts is not None) != (shape[:1] == (ROWS,)) or ROWS in shape[1:]:
-            raise UnsupportedOperator(call.op, f"it fixes the number of rows: its result is {shape}")
-        traced = [value for value in leaves(call.given.values()) if isinstance(value, Traced)]
+            raise UnsupportedOperator(op, f"it fixes the number of rows: its result is {shape}")
+        traced = traced_in(given)
         anchor = next((value.ref for value in traced if value.fact.counts == PER_ROW), Ref(USER_OF))
-        if any(isinstance(value, RowCount) for value in call.given.values()):  # in a list it is a size
-            raise UnsupportedOperator(call.op, "it uses the number of rows as a number")
-        args, kwargs = call.arranged(lambda value: self._plain(value, anchor, call.op))
-        source = call.given.get("self")
-        if call.op in _KEEPS_ROWS and shape[:1] == (ROWS,) and isinstance(source, Traced) and source.fact.counts:
+        if any(isinstance(value, RowCount) for value in given.values()):  # in a list it is a size
+            raise UnsupportedOperator(op, "it uses the number of rows as a number")
+        args, kwargs = call.arranged(partial(tree_map, lambda part: self._plain(part, anchor, op)))
+        source = given.get("self")
+        if op in _KEEPS_ROWS and shape[:1] == (ROWS,) and isinstance(source, Traced) and source.fact.counts:
             args = (args[0], shape, *args[2:])  # ROWS is -1: as many as there are
-        rows, name = side_of(traced), self._name(wanted)
-        self._draft.add(Node(name=name, op=call.op, args=args, kwargs=kwargs, shape=shape, dtype=dtype, rows=rows))
+        rows, name = side_of(traced), self._name(self.wanted)
+        self.add(Node(name=name, op=op, args=args, kwargs=kwargs, shape=shape, dtype=dtype, rows=rows))
         return Traced(Ref(name), Fact(shape, counts), rows, dtype, layout)
-
-    def lookup(
-        self, weight: torch.Tensor, mode: Mode, ids: Traced, offsets: Ref | None, weights: Traced | None
-    ) -> Traced:
-        """Add the lookup of ids in a table that has a name (`constant`). `offsets`: of a bag with its own."""
-        table = self._constants[id(weight)][1].removesuffix(".weight")
-        self._tables[table] = weight
-        pooled, width = mode != "rows", weight.shape[1]
-        shape = ((ROWS,) if pooled else ids.fact.shape) + (width,)
-        name, rows = self._name(table), side_of([ids, weights])
-        args = (ids.ref, offsets, None if weights is None else weights.ref)
-        kwargs = {"table": table, "mode": mode}
-        self._draft.add(Node(name=name, op=LOOKUP, args=args, kwargs=kwargs, shape=shape, rows=rows))
-        layout = RowsLayout(shape) if pooled else replace(ids.layout, sizes=(*ids.layout.sizes, width))
-        return Traced(Ref(name), Fact(shape, PER_ROW if pooled else ids.fact.counts), rows, "float32", layout)
-
-    @property
-    def tables(self) -> Mapping[str, torch.Tensor]:
-        """The tables of its lookups."""
-        return self._tables
-
-    @property
-    def keeps_bits(self) -> bool:
-        """False once something was rewritten."""
-        return self._keeps_bits
-
-    def finished(self, outputs: tuple[tuple[str, Ref], ...]) -> tuple[Program, dict[str, torch.Tensor]]:
-        """Return the program with these outputs, and its constants."""
-        return self._draft.finished(outputs)
-
-    def _name(self, wanted: str) -> str:
-        """Return `wanted`, with a number appended if the name is taken."""
-        self._taken[wanted] = self._taken.get(wanted, 0) + 1
-        return wanted if self._taken[wanted] == 1 else self._name(f"{wanted}_{self._taken[wanted]}")
-
-    def _plain(self, value: Any, anchor: Ref, op: str) -> Any:
-        """Return an argument as a program holds it. `anchor`: a value with the rows of the call's result."""
-        if isinstance(value, Traced):
-            return value.ref
-        if isinstance(value, RowCount):
-            return self._draft.row_count(anchor)
-        if isinstance(value, Unknown):
-            raise UnsupportedOperator(op, f"it uses a number that depends on the request ({value.text})")
-        if isinstance(value, torch.Tensor):
-            return self._draft.constant(self._constants[id(value)][1], value)
-        if isinstance(value, tuple | list):
-            return tuple(self._plain(part, anchor, op) for part in value)
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class Appender:
-    """Adds the calls that one traced operator becomes, whose names begin with `wanted`."""
-
-    draft: TracedDraft
-    wanted: str
-
-    def add(self, op: str, layout: RowsLayout, dtype: str, /, **given: Any) -> Traced:
-        """Add a call (`TracedDraft.append`)."""
-        return self.draft.append(Call(op, given), layout, dtype, self.wanted)
 
     def on(self, source: Traced, op: str, dtype: str, shape: tuple[int, ...] | None = None, /, **others: Any) -> Traced:
         """Add a call on `source`, where rows are in front, with the rest of its arguments by name.
@@ -209,14 +156,42 @@ class Appender:
         `dtype`, `shape`: of the result; a shape that is left out is the source's.
         """
         layout = source.layout if shape is None else RowsLayout(shape)
-        return self.add(op, layout, dtype, **{schema_of(op).arguments[0].name: source}, **others)
+        return self.call(op, layout, dtype, **{schema_of(op).arguments[0].name: source}, **others)
 
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a constant of the program with these numbers, laid out as when it is read back."""
-        return self.draft.constant(tensor.contiguous(), self.wanted)
+    def lookup(
+        self, weight: torch.Tensor, mode: Mode, ids: Traced, offsets: Ref | None, weights: Traced | None
+    ) -> Traced:
+        """Add the lookup of ids in a table that is held. `offsets`: of a bag with its own."""
+        table = self._held[id(weight)][1].removesuffix(".weight")
+        self.tables[table] = weight
+        pooled, width = mode != "rows", weight.shape[1]
+        shape = ((ROWS,) if pooled else ids.fact.shape) + (width,)
+        name, rows = self._name(table), side_of([ids, weights])
+        args = (ids.ref, offsets, None if weights is None else weights.ref)
+        kwargs = {"table": table, "mode": mode}
+        self.add(Node(name=name, op=LOOKUP, args=args, kwargs=kwargs, shape=shape, rows=rows))
+        layout = RowsLayout(shape) if pooled else replace(ids.layout, sizes=(*ids.layout.sizes, width))
+        return Traced(Ref(name), Fact(shape, PER_ROW if pooled else ids.fact.counts), rows, "float32", layout)
+
+    def _name(self, wanted: str) -> str:
+        """Return `wanted`, with a number appended if the name is taken."""
+        self._taken[wanted] = self._taken.get(wanted, 0) + 1
+        return wanted if self._taken[wanted] == 1 else self._name(f"{wanted}_{self._taken[wanted]}")
+
+    def _plain(self, value: Any, anchor: Ref, op: str) -> Any:
+        """Return a part of an argument as a program holds it. `anchor`: a value with the rows of the call's result."""
+        if isinstance(value, Traced):
+            return value.ref
+        if isinstance(value, RowCount):
+            return self.row_count(anchor)
+        if isinstance(value, Unknown):
+            raise UnsupportedOperator(op, f"it uses a number that depends on the request ({value.text})")
+        if isinstance(value, torch.Tensor):
+            return self.constant(self._held[id(value)][1], value)
+        return value
 
 
-def add_lookup(call: BagCall, weight: Any, read: Callable[[fx.Node], Any], calls: Appender) -> Traced:
+def add_lookup(call: BagCall, weight: Any, read: Callable[[fx.Node], Any], draft: TracedDraft) -> Traced:
     """Add the lookup in the table `weight`, and what it takes to leave padding out; return its rows.
 
     `read`: what a node of the trace became. Raises `UnsupportedOperator` if it cannot be served.
@@ -233,17 +208,17 @@ def add_lookup(call: BagCall, weight: Any, read: Callable[[fx.Node], Any], calls
         how = "have the shape of the ids, and for a bag with offsets be computed from its own ids"
         raise UnsupportedOperator(call.op, f"per_sample_weights must {how}")
     if not call.leaves_out(weight):
-        return calls.draft.lookup(weight, call.mode, ids, offsets, weights)
-    calls.draft.rewritten()
-    counts = calls.on(ids, "aten.ne.Scalar", "bool", other=call.padding_idx)
-    left = calls.on(counts, "aten.to.dtype", "float32", dtype=torch.float32)  # 0 for padding, 1 for any other id
-    weights = left if weights is None else calls.on(left, "aten.mul.Tensor", "float32", other=weights)
-    rows = calls.draft.lookup(weight, "sum", ids, offsets, weights)
+        return draft.lookup(weight, call.mode, ids, offsets, weights)
+    draft.keeps_bits = False
+    counts = draft.on(ids, "aten.ne.Scalar", "bool", other=call.padding_idx)
+    left = draft.on(counts, "aten.to.dtype", "float32", dtype=torch.float32)  # 0 for padding, 1 for any other id
+    weights = left if weights is None else draft.on(left, "aten.mul.Tensor", "float32", other=weights)
+    rows = draft.lookup(weight, "sum", ids, offsets, weights)
     if call.mode == "sum":
         return rows
-    count = calls.on(left, "aten.sum.dim_IntList", "float32", (ROWS, 1), dim=(1,), keepdim=True)
-    at_least_one = calls.on(count, "aten.clamp_min.default", "float32", min=1)
-    return calls.on(rows, "aten.div.Tensor", "float32", other=at_least_one)
+    count = draft.on(left, "aten.sum.dim_IntList", "float32", (ROWS, 1), dim=(1,), keepdim=True)
+    at_least_one = draft.on(count, "aten.clamp_min.default", "float32", min=1)
+    return draft.on(rows, "aten.div.Tensor", "float32", other=at_least_one)
 
 
 def _offsets(call: BagCall, ids: Traced, read: Callable[[fx.Node], Any]) -> Ref | None:
@@ -262,23 +237,16 @@ def _offsets(call: BagCall, ids: Traced, read: Callable[[fx.Node], Any]) -> Ref 
     return Ref(bag + OFFSETS)
 
 
-def leaves(values: Iterable[Any]) -> list[Any]:
-    """Return the values, with tuples and lists replaced by what they hold."""
-    found: list[Any] = []
-    for value in values:
-        found += leaves(value) if isinstance(value, tuple | list) else [value]
-    return found
+def traced_in(given: Mapping[str, Any]) -> list[Traced]:
+    """Return the traced tensors among the arguments of a call."""
+    return [value for value in tree_leaves(dict(given)) if isinstance(value, Traced)]
 
 
 def _as_fact(value: Any) -> Any:
-    """Return an argument as the rules see it."""
+    """Return a part of an argument as the rules see it."""
     if isinstance(value, Traced):
         return value.fact
-    if isinstance(value, torch.Tensor):
-        return Fact(tuple(value.shape))
-    if isinstance(value, tuple | list):
-        return tuple(_as_fact(part) for part in value)
-    return value
+    return Fact(tuple(value.shape)) if isinstance(value, torch.Tensor) else value
 
 
 def side_of(values: Iterable[Any]) -> Rows:

@@ -23,7 +23,7 @@ from torch.utils import _pytree
 from plait_disagg.graph.capture.decomposed import decomposed
 from plait_disagg.graph.capture.draft import RowsLayout
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, named_outputs, tensor_names
 from plait_disagg.graph.program import ROWS
 
 _ROWS = 41
@@ -170,23 +170,15 @@ class Exported:
         """Return the input's name in the declaration."""
         return str(self._inputs[node.name])
 
-    def outputs(self) -> list[tuple[str, fx.Node | None]]:
-        """Return the outputs by public name: the keys of a dict; score for a single tensor; score_0, score_1, ... for a
-        tuple."""
+    def outputs(self) -> dict[str, fx.Node | None]:
+        """Return the outputs by public name."""
         spec = self._program.call_spec.out_spec
         made = self._program.graph.output_node().args[0]
         assert isinstance(made, tuple | list)
         assert spec is not None
         tree = _pytree.tree_unflatten(list(made)[-spec.num_leaves :], spec)  # before them, what orders checks
-        if isinstance(tree, fx.Node):
-            return [("score", tree)]
-        if isinstance(tree, Mapping):
-            named = [(str(key), value) for key, value in tree.items()]
-        elif isinstance(tree, tuple | list):
-            named = [(f"score_{index}", value) for index, value in enumerate(tree)]
-        else:
-            named = [("score", None)]
-        if any(value is not None and not isinstance(value, fx.Node) for _, value in named):
+        named = named_outputs(tree)
+        if any(value is not None and not isinstance(value, fx.Node) for value in named.values()):
             raise UnsupportedOperator("output", "forward must return a tensor, a tuple of tensors or a dict of tensors")
         return named
 
@@ -275,26 +267,21 @@ def _check_unseen(node: fx.Node) -> None:
 
 def _check_signature(module: nn.Module, inputs: Sequence[Input]) -> None:
     """Raise `UnsupportedOperator`, naming the input, if `forward` does not take exactly the declared tensors."""
-    parameters = inspect.signature(module.forward).parameters
-    takes = ", ".join(name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD) or "nothing"
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    takes = ", ".join(one.name for one in parameters if one.kind is not one.VAR_KEYWORD) or "nothing"
     where = f"forward of {type(module).__name__}"
-    named = [one for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        names = {one.name for one in named}
-        for item in inputs:
-            if item.name not in names:
-                raise UnsupportedOperator(
-                    "forward", f"{where} has no parameter for the input {item.name!r}; it takes {takes}"
-                )
-            for name in tensor_names((item,))[1:]:
-                if name not in names:
-                    what = f"the {name.removeprefix(item.name + '_')} of the bag {item.name!r}"
-                    why = f"{where} has no parameter {name!r}, {what}"
-                    raise UnsupportedOperator("forward", f"{why}; it takes {takes}")
+    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    for item in () if takes_any else inputs:
+        for name in tensor_names((item,)):
+            if name not in named:
+                part = f"{name!r}, the {name.removeprefix(item.name + '_')} of the bag {item.name!r}"
+                what = f"the input {name!r}" if name == item.name else part
+                raise UnsupportedOperator("forward", f"{where} has no parameter for {what}; it takes {takes}")
     given = tensor_names(inputs)
-    for one in named:
-        if one.default is one.empty and one.name not in given:
-            raise UnsupportedOperator("forward", f"{where} takes {one.name!r}, and no input of that name is declared")
+    for name, one in named.items():
+        if one.default is one.empty and name not in given:
+            raise UnsupportedOperator("forward", f"{where} takes {name!r}, and no input of that name is declared")
 
 
 def _said(error: Exception) -> str:

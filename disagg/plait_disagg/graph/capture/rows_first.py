@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from plait_disagg.graph.capture.calls import Call
-from plait_disagg.graph.capture.draft import Appender, RowsLayout, Traced, leaves
+from plait_disagg.graph.capture.draft import RowsLayout, Traced, TracedDraft, traced_in
 from plait_disagg.graph.operators import VOCABULARY, schema_of
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
@@ -47,7 +47,7 @@ class MovedCall(Call):
 class Mover:
     """Rewrites one call after the other."""
 
-    emit: Appender
+    draft: TracedDraft
 
     def lower(self, call: MovedCall) -> Traced:
         """Rewrite one call.
@@ -104,7 +104,7 @@ class Mover:
         fill = call.given.get("fill_value") if fill is None else fill
         sizes = (RowCount(), *layout.stored[1:])
         made = {"size": sizes, "fill_value": fill, "dtype": getattr(torch, call.dtype)}
-        return self.emit.add("aten.full.default", layout, call.dtype, **made)
+        return self.draft.call("aten.full.default", layout, call.dtype, **made)
 
     def _permute(self, call: MovedCall) -> Traced:
         source: Traced = call.arguments["self"]
@@ -118,7 +118,7 @@ class Mover:
         made = RowsLayout(call.out.sizes, order.index(layout.at), layout.before, layout.after)
         if dims == tuple(range(len(dims))):
             return replace(source, layout=made)
-        return self.emit.add(_PERMUTE, made, source.dtype, self=source, dims=dims)
+        return self.draft.call(_PERMUTE, made, source.dtype, self=source, dims=dims)
 
     def _reshape(self, call: MovedCall) -> Traced:
         source: Traced = call.arguments["self"]
@@ -128,7 +128,7 @@ class Mover:
         """Return the source's numbers, in their order, in another layout."""
         if layout.stored == source.layout.stored:
             return replace(source, layout=layout)
-        return self.emit.add(_RESHAPE, layout, source.dtype, self=source, shape=layout.stored)
+        return self.draft.call(_RESHAPE, layout, source.dtype, self=source, shape=layout.stored)
 
     def _aligned(self, value: Any, layout: RowsLayout, *, keep: int = 0) -> Any:
         """Return an operand with as many dimensions as `layout`, and its rows where that has them.
@@ -149,18 +149,18 @@ class Mover:
         if len(sizes) != layout.ndim or sizes[layout.at] != 1:
             raise MixesRows("it has a number for each row in a constant")
         shape = (1, *sizes[: layout.at], *(1,) * len(layout.inner), *sizes[layout.at + 1 :])
-        return self.emit.constant(value.reshape(shape))
+        return self.draft.computed(value.reshape(shape))
 
     def _like(self, call: MovedCall) -> RowsLayout:
         """Return the layout of the result of an operator that leaves rows where they are."""
-        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        layouts = [value.layout for value in traced_in(call.given)]
         widest = max(layouts, key=lambda layout: layout.ndim)
         return replace(call.out, before=widest.before, after=widest.after)
 
     def _pointwise(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         made = {name: self._aligned(value, layout) for name, value in call.given.items()}
-        return self.emit.add(call.op, layout, call.dtype, **made)
+        return self.draft.call(call.op, layout, call.dtype, **made)
 
     def _expand(self, call: MovedCall) -> Traced:
         source, layout = call.given["self"], call.out
@@ -170,13 +170,13 @@ class Mover:
             raise MixesRows("it repeats a constant over rows and more")
         source = self._aligned(source, layout)
         if isinstance(source, torch.Tensor) and source.dim() < len(layout.stored):
-            source = self.emit.constant(source.reshape((1,) * (len(layout.stored) - source.dim()) + source.shape))
+            source = self.draft.computed(source.reshape((1,) * (len(layout.stored) - source.dim()) + source.shape))
         size = layout.stored if isinstance(source, Traced) else (RowCount(), *layout.stored[1:])
-        return self.emit.add("aten.expand.default", layout, call.dtype, self=source, size=size)
+        return self.draft.call("aten.expand.default", layout, call.dtype, self=source, size=size)
 
     def _along(self, call: MovedCall) -> Traced:
         """Rewrite an operator along dimensions other than the rows."""
-        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        layouts = [value.layout for value in traced_in(call.given)]
         layout = layouts[0]
         if any((one.ndim, one.at, one.inner) != (layout.ndim, layout.at, layout.inner) for one in layouts):
             raise MixesRows("its operands have their rows in different places")
@@ -191,18 +191,18 @@ class Mover:
         if layout.ndim < call.out.ndim:
             raise MixesRows("it adds a dimension")
         made = replace(call.out, before=layout.before, after=layout.after)
-        return self.emit.add(call.op, made, call.dtype, **{**call.given, **placed})
+        return self.draft.call(call.op, made, call.dtype, **{**call.given, **placed})
 
     def _cat(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         parts = tuple(self._aligned(part, layout) for part in call.given["tensors"])
-        return self.emit.add(call.op, layout, call.dtype, tensors=parts, dim=layout.place(call.arguments["dim"]))
+        return self.draft.call(call.op, layout, call.dtype, tensors=parts, dim=layout.place(call.arguments["dim"]))
 
     def _stack(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         dim = call.arguments["dim"] % layout.ndim
         parts = tuple(self._widened(part, layout, dim) for part in call.given["tensors"])
-        return self.emit.add("aten.cat.default", layout, call.dtype, tensors=parts, dim=layout.place(dim))
+        return self.draft.call("aten.cat.default", layout, call.dtype, tensors=parts, dim=layout.place(dim))
 
     def _widened(self, part: Any, layout: RowsLayout, dim: int) -> Traced:
         if not isinstance(part, Traced):
@@ -216,7 +216,7 @@ class Mover:
         used = len(call.given.get("normalized_shape", (0,)))
         if source.layout.at >= source.layout.ndim - used:
             raise MixesRows("it sums over the rows")
-        return self.emit.add(call.op, replace(source.layout, sizes=call.out.sizes), call.dtype, **call.given)
+        return self.draft.call(call.op, replace(source.layout, sizes=call.out.sizes), call.dtype, **call.given)
 
     def _by_channel(self, call: MovedCall) -> Traced:
         """Rewrite batch_norm and prelu: their channels are dimension 1 of the trace, and must be the program's."""
@@ -227,16 +227,16 @@ class Mover:
         order = (0, channels, *(dim for dim in range(1, ndim) if dim != channels))
         back = tuple(order.index(dim) for dim in range(ndim))
         moved = RowsLayout(tuple(layout.stored[dim] for dim in order))
-        front = self.emit.add(_PERMUTE, moved, source.dtype, self=source, dims=order)
-        made = self.emit.add(call.op, moved, call.dtype, **{**call.given, name: front})
-        return self.emit.add(_PERMUTE, layout, call.dtype, self=made, dims=back)
+        front = self.draft.call(_PERMUTE, moved, source.dtype, self=source, dims=order)
+        made = self.draft.call(call.op, moved, call.dtype, **{**call.given, name: front})
+        return self.draft.call(_PERMUTE, layout, call.dtype, self=made, dims=back)
 
     def _attention(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         if layout.at > layout.ndim - 3:
             raise MixesRows("its rows would attend to each other: give it (rows, tokens, features)")
         made = {name: self._aligned(value, layout, keep=2) for name, value in call.given.items()}
-        return self.emit.add(call.op, layout, call.dtype, **made)
+        return self.draft.call(call.op, layout, call.dtype, **made)
 
     def _matmul(self, call: MovedCall) -> Traced:
         right = call.given.get("mat2", call.given.get("other"))
@@ -254,7 +254,7 @@ class Mover:
             left, right, layout = self._row_by_row(left, right, layout)
         else:
             raise MixesRows("it multiplies all rows with all rows, or sums over them")
-        product = self.emit.add(_MATMUL, layout, call.dtype, self=left, other=right)
+        product = self.draft.call(_MATMUL, layout, call.dtype, self=left, other=right)
         return self._shaped(product, replace(out, before=wide.before, after=wide.after))
 
     def _row_by_row(
@@ -278,7 +278,7 @@ class Mover:
         product = self._product(given[left], given[right], call)
         other = self._aligned(given["self"], product.layout)
         both = (other, product) if batched else (product, other)
-        return self.emit.add("aten.add.Tensor", product.layout, call.dtype, self=both[0], other=both[1])
+        return self.draft.call("aten.add.Tensor", product.layout, call.dtype, self=both[0], other=both[1])
 
     def _einsum(self, call: MovedCall) -> Traced:
         left, arrow, out = call.arguments["equation"].replace(" ", "").partition("->")
@@ -298,7 +298,7 @@ class Mover:
             raise MixesRows("it sums over the rows")
         equation = f"{','.join(words)}->{letter}{out.replace(letter, '')}"
         layout = replace(call.out, at=out.index(letter))
-        return self.emit.add("aten.einsum.default", layout, call.dtype, equation=equation, tensors=tuple(operands))
+        return self.draft.call("aten.einsum.default", layout, call.dtype, equation=equation, tensors=tuple(operands))
 
     def _tensordot(self, call: MovedCall) -> Traced:
         left, right = call.arguments["self"], call.arguments["other"]

@@ -28,7 +28,7 @@ def report_of(name, cutter="mincut"):
     program = tile(captured.program)
     per_bag = {} if name in ("small", "zoo") else ids_per_bag(name)
     problem = cut_problem(program, dict.fromkeys(reads(program), 1e-5), candidates=64, ids_per_bag=per_bag)
-    return program, cut_report(program, CUTTERS[cutter].cut(problem), ids_per_bag=per_bag)
+    return program, cut_report(program, CUTTERS[cutter](problem), ids_per_bag=per_bag)
 
 
 def test_like_tables_are_one_box():
@@ -99,6 +99,6 @@ def test_an_ancestor_crosses_instead_of_its_larger_descendants(cutter):
     cn_s = {name: 1e-3 if "linear" in name else 1e-6 for name in reads(program)}
     problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={})
     problem = replace(problem, link_bytes_per_s=1e8)
-    report = cut_report(program, CUTTERS[cutter].cut(problem), ids_per_bag={})
+    report = cut_report(program, CUTTERS[cutter](problem), ids_per_bag={})
     assert [crossing.names for crossing in report.crossings] == [("x",), ("kind",)]
     assert report.bytes_at(64) == 64 * (2 * 4 + 8)

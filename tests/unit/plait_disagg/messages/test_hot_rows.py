@@ -16,7 +16,7 @@ from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, Row
 from plait_disagg.messages.layout import layout_of_crossing
 from plait_disagg.messages.wire import dense_message, parse_dense
 from plait_disagg.package import Package
-from plait_disagg.package.read import CachedPort, without_rows
+from plait_disagg.package.read import without_rows
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.tables.values import OutOfRange, Table
@@ -55,10 +55,7 @@ class TestWhatCanBeLeftOut:
         ports = tuple(Port(name=name, shape=(-1,), dtype="int64", rows="item") for name in ("a", "b"))
         program = Program(inputs=ports, constants=(), nodes=nodes, outputs=tuple((name, Ref(name)) for name in names))
         made, left_out = without_rows(program)
-        assert left_out == (
-            CachedPort(name="bare", table="bare", ids="a"),
-            CachedPort(name="processed", table="processed", ids="small"),
-        )
+        assert left_out == {"bare": "bare", "processed": "processed"}
         assert dict(made.outputs) == {name: Ref(name) for name in names} | {"bare": Ref("a"), "processed": Ref("small")}
         assert tuple(name for name, _ in made.outputs) == names
         assert {node.name for node in made.nodes} == {"small", "pooled", "read", "sum"}

@@ -126,6 +126,17 @@ class TestRoundTrip:
         module = Attends().eval()
         write_package(tmp_path / "p", module, inputs, name="p")  # where halves that score otherwise are refused
 
+    def test_an_input_may_be_an_output(self, tmp_path):
+        """As it came: models return what their callers log beside the scores."""
+
+        class Echoes(Model):
+            def forward(self, **inputs):
+                return {**super().forward(**inputs), "year": inputs["year"]}
+
+        manifest = write_package(tmp_path / "p", Echoes().eval(), INPUTS, name="p")
+        assert manifest.outputs == {"scores": (), "year": (1,)}
+        assert open_package(tmp_path / "p").card().outputs == manifest.outputs
+
     def test_the_card_tells_what_a_client_needs(self, folder):
         """Inputs, outputs, and the rows behind each id input, the smallest where several tables are fed."""
         card = open_package(folder).card(mode="split")
