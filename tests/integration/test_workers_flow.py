@@ -56,7 +56,7 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
                 channel = listener.accept()
             except FabricError:
                 return
-            with suppress(FabricError):
+            with suppress(FabricError), channel:
                 serve(channel)
 
     thread = threading.Thread(target=accept, daemon=True)
