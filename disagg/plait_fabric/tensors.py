@@ -6,7 +6,7 @@ only when that is not the row-major order (channels-last, transposed), so such t
 the layout that they were sent with, and no copy is made to reorder them.
 
 Copies on the sending side: a dense CPU tensor costs none here (the channel reads its memory: 1
-copy into the segment for shm, 1 for inproc, 0 for tcp); one on a GPU or with gaps is copied once,
+copy into the segment for shm and inproc, 0 for tcp); one on a GPU or with gaps is copied once,
 straight into a lease of the channel's pool, and the channel makes no other copy.
 """
 

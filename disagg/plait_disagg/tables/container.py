@@ -102,7 +102,7 @@ def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = Fals
     """
     with path.open("rb") as file:
         size, start = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(file.read(8), "little")
-        entries, metadata = _described(path)
+        entries, metadata = _described(path, file)
         mapping, is_writable = _mapped(file, size, copy_on_write=copy_on_write)
     if size >= _READ_AHEAD_BELOW_BYTES:
         mapping.madvise(mmap.MADV_RANDOM)
@@ -127,11 +127,12 @@ def _mapped(file: BinaryIO, size: int, *, copy_on_write: bool) -> tuple[mmap.mma
     return mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), False
 
 
-def _described(path: Path) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict[str, str]]:
+def _described(path: Path, file: BinaryIO) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict[str, str]]:
     """Return dtype and shape of the tensors, which follow each other without gaps, and the stored strings."""
     found = {}
     try:
-        with safe_open(path, framework="np") as header:  # which maps the file for reading only
+        # The open file, which another may have replaced at its path; mapped for reading only.
+        with safe_open(f"/proc/self/fd/{file.fileno()}", framework="np") as header:
             for name in header.offset_keys():
                 part = header.get_slice(name)
                 found[name] = part.get_dtype(), tuple(part.get_shape())

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.lora.container import Header, TensorInfo
     from plait_serving.diffusion.settings import EngineSettings, Host
 
+__all__ = [
+    "FAMILIES", "FamilyRow", "check_controlnet", "components", "family_row", "kind_of_controlnet", "load_controlnet",
+    "open_family", "row_of_file",
+]  # fmt: skip
+
 Convert: TypeAlias = "Callable[[Path, Header, Path | None], Callable[[Path], None]]"
 
 
