@@ -157,7 +157,7 @@ def _check_ids(names: Sequence[str], tensors: Mapping[str, torch.Tensor], rows: 
     if not small:
         return
     flats = [tensors[name] if tensors[name].dim() == 1 else tensors[name].view(-1) for name in small]
-    starts = [0, *itertools.accumulate([len(flat) for flat in flats[:-1]])]
+    starts = [0, *itertools.accumulate([flat.numel() for flat in flats[:-1]])]
     tops = np.maximum.reduceat(_unsigned(torch.cat(flats)), starts)
     for name, top in zip(small, tops.tolist(), strict=True):
         if top >= rows[name]:

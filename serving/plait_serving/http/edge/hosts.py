@@ -146,8 +146,7 @@ class HostMiddleware:
         """Handle an ASGI call. Raises a 403 `ApiError`."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            names = {host_name(header) for header in headers.getlist("host")}
-            if self._hosts and (not names or names - self._hosts):  # of two, a proxy before us may have read the other
+            if self._hosts and not self._are_ours(headers.getlist("host")):
                 message = "this server does not answer to that host name: it is not among server.allowed_hosts"
                 raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
             any_page = self._keys and not self._hosts and not scope["path"].startswith(A1111)
@@ -156,13 +155,18 @@ class HostMiddleware:
                 raise ApiError(403, message, code="origin_not_allowed", kind="permission_error")
         await self._app(scope, receive, send)
 
+    def _are_ours(self, hosts: Sequence[str]) -> bool:
+        """Return whether there is a host header and all are ours: of two, a proxy before us may have read the other."""
+        return bool(hosts) and self._hosts.issuperset(map(host_name, hosts))
+
     def _is_of_another_page(self, scope: Scope, headers: Headers) -> bool:
         """Return whether a page of another origin sent the request."""
+        if "origin" not in headers:
+            is_other = any(site.strip().lower() in _OTHER_SITES for site in headers.getlist("sec-fetch-site"))
+            return is_other and not has_valid_key(headers.get("authorization"), self._keys)
         hosts, schemes = set(headers.getlist("host")), {scope.get("scheme", "http"), "https"}
         is_other = any(
             scheme not in schemes or {_place(each, scheme) for each in hosts} != {(host, port)}
             for scheme, host, port in set(map(_parts, headers.getlist("origin"))) - self._origins
         )
-        if "origin" not in headers:
-            is_other = any(site.strip().lower() in _OTHER_SITES for site in headers.getlist("sec-fetch-site"))
         return is_other and not has_valid_key(headers.get("authorization"), self._keys)
