@@ -80,4 +80,4 @@ def test_every_knob_of_a_worker_can_be_configured() -> None:
     knobs = CnKnobs.model_validate({"cores": [0, 1], "order": "arrival", "refuse_late": False, "batch_wait_ms": 2})
     assert knobs.plain() == WorkerKnobs(cores=(0, 1), order="arrival", refuse_late=False, batch_wait_ms=2.0)
     assert CnKnobs.model_validate(knobs.model_dump(mode="json")) == knobs
-    assert RankModelSection(folder=Path("/x")).cn.omp_wait == "default"
+    assert RankModelSection(folder=Path("/x")).cn.omp_wait == "passive"
