@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,16 +77,6 @@ def test_tools_with_their_default_names(tmp_path, sent, member):
     assert (request.model, request.width, request.height) == ("emoji", 1024, 1024)
 
 
-def test_streaming_gives_partial_images_and_then_the_picture(client, service):
-    """The SDK's typed events arrive in order, with indices from 0 and the finished image last."""
-    with client.images.generate(prompt="red apple", stream=True, partial_images=3, output_format="webp") as stream:
-        events = list(stream)
-    assert [event.type for event in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
-    assert [event.partial_image_index for event in events[:3]] == [0, 1, 2]
-    assert all(base64.b64decode(event.b64_json).startswith(b"RIFF") for event in events)
-    assert events[-1].seed == service.submitted[0].seed
-
-
 def test_an_error_after_the_stream_began_is_raised_by_the_sdk():
     """Once the status line is gone the error comes as an event, and the SDK raises it."""
     service = FakeImageService(failures={"x": engine.NumericalError("image turned NaN")}, fail_at_step=2)
@@ -116,13 +105,3 @@ def test_the_sdk_repeats_only_what_can_succeed_later(error, attempts, monkeypatc
         make_openai(service, max_retries=1).images.generate(prompt="x")
     assert len(service.submitted) == attempts
     assert waits == [1.0] * (attempts - 1)
-
-
-def test_models_are_listed_and_retrieved(client):
-    """`models.list` and `models.retrieve` work; an unknown model is NotFoundError."""
-    (model,) = client.models.list()
-    assert (model.id, model.object, model.owned_by) == ("emoji", "model", "plait")
-    assert client.models.retrieve("emoji").default_size == "16x16"
-    with pytest.raises(openai.NotFoundError, match="did you mean emoji") as caught:
-        client.models.retrieve("emoij")
-    assert caught.value.code == "model_not_found"
