@@ -146,7 +146,8 @@ def test_the_openai_client_works_unchanged(service):
     assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
     with pytest.raises(openai.BadRequestError, match="one image is edited at a time") as caught:
         client.images.edit(image=[png(), png()], prompt="two")
-    assert caught.value.param == "image"
+    error = caught.value
+    assert (error.param, error.code, error.type) == ("image", "duplicate_field", "invalid_request_error")
 
 
 def test_a_default_sampler_that_starts_from_no_image_is_not_an_edits(service):

@@ -182,6 +182,7 @@ BAD = [
     ({"model": "a\x00"}, "model"),
     ({"model": "m" * 1025}, "model"),
     ({"n": 0}, "n"),
+    ({"n": 11}, "n"),
     ({"n": True}, "n"),
     ({"n": 2, "stream": True}, "n"),
     ({"size": "１６x16"}, "size"),
