@@ -161,6 +161,7 @@ def of_unit(**unit):
         ({"enable_hr": True}, 400, "enable_hr"),
         ({"alwayson_scripts": {"ADetailer": {"args": [True, {}]}}}, 400, "ADetailer"),
         ({"sampler_name": "DPM2"}, 400, "sampler_name"),
+        ({"scheduler": "sgm_uniform"}, 400, "scheduler"),
         ({"sampler_name": "Euler a", "eta": 0.5}, 400, "eta"),
         ({"batch_size": 4, "n_iter": 3}, 400, "batch_size"),
         ({"width": 17}, 400, "width: both edges must be multiples of 8"),
