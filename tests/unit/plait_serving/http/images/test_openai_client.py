@@ -6,45 +6,21 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import openai
 import pytest
 
-from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
+from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.diffusion import errors as engine
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ResultsSection
 from plait_serving.images.service import AliasCard
-from support.http_app import b64, make_client, pixels, png
+from support.http_app import make_client
 
 
 def make_openai(service, *, settings=None, max_retries=0):
     made = make_client(service, settings)
     return openai.OpenAI(api_key="any", base_url="http://testserver/v1", http_client=made, max_retries=max_retries)
-
-
-@pytest.fixture
-def client(service):
-    return make_openai(service)
-
-
-def test_generate_returns_images(client, service):
-    """Our own fields are sent with `extra_body`, as users of the SDK do, and found on the result."""
-    result = client.images.generate(
-        model="emoji", prompt="red apple", n=2, size="24x16",
-        extra_body={
-            "loras": [{"name": "noto", "scale": 0.8}],
-            "controlnets": [{"name": "edges", "image": b64(png()), "preprocess": True}],
-        },
-    )  # fmt: skip
-    (request,) = service.submitted
-    assert [(ref.name, ref.scale) for ref in request.loras] == [("noto", 0.8)]
-    assert [ref.name for ref in request.controlnets] == ["edges"]
-    for image, seed in zip(result.data, request.seeds, strict=True):
-        assert np.array_equal(pixels(image.b64_json), fake_image(request, seed))
-        assert image.seed == seed
-    assert (result.size, result.seed, result._request_id) == ("24x16", request.seed, result.id)
 
 
 @pytest.mark.parametrize(
