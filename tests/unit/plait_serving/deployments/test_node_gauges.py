@@ -36,6 +36,7 @@ async def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
     assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
     assert f'plait_node_stranded_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
     await gauges.families()
+    await gauges._asking
     assert there.calls == 1  # the clock stands still
 
 
