@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
 from fakes.trap import Trap
-from support.http_app import b64, make_client, png, saved
+from support.http_app import b64, make_client, png, png_header, saved
 
 URL = "/v1/images/generations"
 
@@ -52,13 +52,7 @@ def ask(client: TestClient, *images: Any, **more: Any) -> Any:
 
 def header_only(width: int, height: int) -> bytes:
     """A PNG that says that it is so large, and has next to nothing in it."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    pixels = zlib.compress(bytes(1 << 20))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return png_header(width, height, zlib.compress(bytes(1 << 20)))
 
 
 def sixteen_megapixels() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import struct
+import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
@@ -44,11 +46,22 @@ def make_client(service: FakeImageService, settings: HttpSettings | None = None)
     return TestClient(make_app(service, settings), raise_server_exceptions=False)
 
 
-def saved(image: Image.Image, kind: str = "PNG") -> bytes:
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     """An image as a file."""
     out = io.BytesIO()
-    image.save(out, kind)
+    image.save(out, kind, **options)
     return out.getvalue()
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    """A part of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_header(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG that only claims a size."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", size) + png_chunk(b"IDAT", data) + png_chunk(b"IEND", b"")
 
 
 def png(width: int = 16, height: int = 16, colour: tuple[int, int, int] = (200, 10, 30)) -> bytes:

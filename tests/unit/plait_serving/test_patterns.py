@@ -168,6 +168,8 @@ def test_no_pattern_looks_at_a_character_again_and_again(name):
     pattern, is_searched = {**MATCHED, **SEARCHED}[name], name in SEARCHED
     count = 15 if is_searched else 70  # more than any bounded part of those has
     for piece in WORST:
+        if is_searched and len(piece) == 2 and piece > piece[::-1]:
+            continue  # but for its ends the same text as of the other way round
         for once, twice in zip(texts(piece, count), texts(piece, 2 * count), strict=True):
             looks = []
             for text in (once, twice):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import random
@@ -14,21 +13,13 @@ from types import SimpleNamespace
 import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID
 
-from plait_fabric import Unsupported, connect, listen, new_secret
+from fakes.broadcast import BroadcastHandle
+from plait_fabric import Unsupported, listen, new_secret
 from plait_fabric.rpc.replicas import NoReplica, Replica
 from plait_serving.cores import remove_stale_sockets
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, host_id, open_listeners
 
 SECRET = new_secret()
-
-
-def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
-    """A replica can be reached both ways with its secret."""
-    listeners = open_listeners(SECRET, kind="controlnet", ip_address="127.0.0.1", folder=tmp_path / "sockets")
-    assert [listener.address.partition(":")[0] for listener in listeners] == ["shm", "tcp"]
-    for listener in listeners:
-        with listener, connect(listener.address, secret=SECRET), listener.accept(60):
-            pass
 
 
 def test_listens_on_nixl_where_that_is_wanted(tmp_path: Path) -> None:
@@ -63,29 +54,13 @@ def test_sockets_of_killed_replicas_are_swept(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([own, foreign])
 
 
-class Handle:
-    """What `ServeReplicas` uses of a Serve handle; its replicas answer with what they are given, or raise it. Serve has
-    told this process of some of them."""
-
-    def __init__(self, answers: list[object] | Exception, known: tuple[ReplicaID, ...] = ()) -> None:
-        self.answers, self.calls = answers, 0
-        routing = SimpleNamespace(curr_replicas=dict.fromkeys(known))
-        self._router = SimpleNamespace(_asyncio_router=SimpleNamespace(_request_router=routing))
-
-    def broadcast(self, method: str) -> Handle:
-        assert method == "describe"
-        self.calls += 1
-        if isinstance(self.answers, Exception):
-            raise self.answers
-        return self
-
-    def results(self, *, timeout_s: float, return_exceptions: bool) -> list[object]:
-        with pytest.raises(RuntimeError):  # as Serve's own does
-            asyncio.get_running_loop()
-        assert return_exceptions
-        assert timeout_s > 0
-        assert not isinstance(self.answers, Exception)
-        return self.answers
+def handle_of(answers: list[object] | Exception, *known: ReplicaID) -> BroadcastHandle:
+    """A handle whose replicas describe themselves so; Serve has told this process of some of them."""
+    handle = BroadcastHandle("describe")
+    handle.answers = answers
+    routing = SimpleNamespace(curr_replicas=dict.fromkeys(known))
+    handle._router = SimpleNamespace(_asyncio_router=SimpleNamespace(_request_router=routing))
+    return handle
 
 
 def test_to_look_for_another_replica_costs_no_call_if_there_is_none() -> None:
@@ -95,7 +70,7 @@ def test_to_look_for_another_replica_costs_no_call_if_there_is_none() -> None:
     one, other = (each.to_full_id_str() for each in ids)
     with listen("tcp://127.0.0.1:0", secret=SECRET) as listener:
         well = Replica(name=other, host=host_id(), addresses=(listener.address,), secret=SECRET)
-        handle = Handle([RuntimeError("died"), well], tuple(ids))
+        handle = handle_of([RuntimeError("died"), well], *ids)
         replicas = ServeReplicas("edges", handle, chance=random.Random(0))
         with pytest.raises(NoReplica, match="there is no other replica"):
             replicas.connect(frozenset({one, other}))
@@ -108,11 +83,11 @@ def test_to_look_for_another_replica_costs_no_call_if_there_is_none() -> None:
 async def test_asking_works_inside_an_event_loop() -> None:
     """A Serve constructor runs on an event loop, where Serve refuses to wait for results; asking works there too."""
     replica = Replica(name="r", host="h", addresses=(), secret=b"")
-    assert ServeReplicas("edges", Handle([replica])).replicas() == [replica]
+    assert ServeReplicas("edges", handle_of([replica])).replicas() == [replica]
 
 
 @pytest.mark.parametrize("answers", [[], [RuntimeError("died")], TimeoutError("late"), RuntimeError("no deployment")])
 def test_no_replica_is_unavailable(answers: list[object] | Exception) -> None:
     """Whatever Serve says when there is nobody becomes `NoReplica`, which clients tell as their own."""
     with pytest.raises(NoReplica, match="edges"):
-        ServeReplicas("edges", Handle(answers)).connect(frozenset())
+        ServeReplicas("edges", handle_of(answers)).connect(frozenset())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import httpx2
 import pytest
 from ray.exceptions import GetTimeoutError
 
+from fakes.broadcast import BroadcastHandle
 from plait_serving.deployments import ingress as ingress_module
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.metrics import AllReplicas, answers_of
@@ -19,29 +19,8 @@ from support.prometheus import found, total
 from support.waiting import until
 
 
-class Handle:
-    """A handle whose broadcast answers what a test has set."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers: Any = answers
-        self.calls = 0
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def broadcast(self, method: str) -> Handle:
-        """What Serve's handle does."""
-        assert method == "metric_families"
-        self.calls += 1
-        return self
-
-    def results(self, *, timeout_s: float, return_exceptions: bool) -> Any:
-        """Waits on a thread."""
-        assert return_exceptions
-        self.waited_s = timeout_s
-        self.gate.wait(timeout_s)
-        if isinstance(self.answers, Exception):
-            raise self.answers
-        return self.answers
+def telling(*answers: object) -> BroadcastHandle:
+    return BroadcastHandle("metric_families", *answers)
 
 
 def said(name: str, steps: float, waiting: float = 0.0) -> ReplicaMetrics:
@@ -59,7 +38,7 @@ async def test_of_a_replica_that_is_late_only_its_queue_is_shown_as_it_was() -> 
     """For a minute, as long as others answer. Not its counters: of two ingresses the other may have told newer ones,
     and what falls is a restart to Prometheus."""
     now = [100.0]
-    handle = Handle(said("a", 1, 5), said("b", 2, 6))
+    handle = telling(said("a", 1, 5), said("b", 2, 6))
     replicas = AllReplicas(handle, clock=lambda: now[0])
     assert await told(replicas) == {"a": 1, "b": 2}
     handle.answers = (GetTimeoutError("late"), said("b", 3, 7))
@@ -75,7 +54,7 @@ async def test_of_a_replica_that_is_late_only_its_queue_is_shown_as_it_was() -> 
 
 async def test_a_replica_that_is_gone_is_not_shown() -> None:
     """Serve knows that it died, so nothing of it is missing; nobody at all is nothing."""
-    handle = Handle(said("a", 1), said("b", 2))
+    handle = telling(said("a", 1), said("b", 2))
     replicas = AllReplicas(handle)
     await told(replicas)
     handle.answers = (RuntimeError("the actor died"), said("b", 3))
@@ -86,7 +65,7 @@ async def test_a_replica_that_is_gone_is_not_shown() -> None:
 
 async def test_who_asks_meanwhile_gets_the_same_answers() -> None:
     """Many scrapes at once are one question to the replicas, and one that gives up does not end it."""
-    handle = Handle(said("a", 1))
+    handle = telling(said("a", 1))
     handle.gate.clear()
     replicas = AllReplicas(handle)
     asked = [asyncio.ensure_future(told(replicas)) for _ in range(5)]
@@ -109,7 +88,7 @@ async def test_a_handle_that_cannot_be_made_is_no_answer() -> None:
 
 async def test_an_ingress_tells_what_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Itself it counts once, whatever the broadcast says of it; and it answers within a second (finding 9)."""
-    handle = Handle(said("another", 5), said(this_process(), 5), TimeoutError())
+    handle = telling(said("another", 5), said(this_process(), 5), TimeoutError())
     monkeypatch.setattr(ingress_module, "AllReplicas", lambda make: AllReplicas(handle))
     ingress = Ingress(None, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
@@ -129,7 +108,7 @@ async def test_an_ingress_learns_of_tenants_by_itself(monkeypatch: pytest.Monkey
     it may go."""
     monkeypatch.setattr(ingress_module, "LOOK_S", 0.01)
     known = {("engine", "acme", "images"): 3.0}
-    handle = Handle(ReplicaMetrics(replica="another", families=(), account=known))
+    handle = telling(ReplicaMetrics(replica="another", families=(), account=known))
     monkeypatch.setattr(ingress_module, "AllReplicas", lambda make: AllReplicas(handle))
     ingress = Ingress(None, HttpSettings)
     app = ingress.__serve_build_asgi_app__()

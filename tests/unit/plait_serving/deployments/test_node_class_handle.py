@@ -62,8 +62,9 @@ def test_an_error_among_the_answers_is_raised_unless_it_was_asked_for():
         handle.broadcast("x").results()
 
 
-def test_requests_go_only_where_replicas_are_and_follow_them():
+def test_requests_go_only_where_replicas_are_and_follow_them(monkeypatch):
     """The more replicas, the more requests; none to a deployment whose replicas have gone."""
+    monkeypatch.setattr("plait_serving.deployments.node_class_handle._LOOK_S", 0.01)
     handles = {"a": Handle("a", 0), "b": Handle("b", 3), "c": Handle("c", 1)}
     handle = PlacedHandle(handles).options(stream=True)
     handle.generate.remote("first look")

@@ -158,9 +158,12 @@ def test_whatever_the_engine_raises_is_documented(document: dict[str, Any]) -> N
         assert ("retry-after" in answer.headers) == ("retry-after" in described["headers"]), error
 
 
-@pytest.mark.parametrize("error", [Busy("x"), DeadlinePassed("x"), WorkerUnavailable("x"), RankError("x")], ids=repr)
+RAISED = (Busy("x"), DeadlinePassed("x"), WorkerUnavailable("x"), RankError("x"), ValueError("secret"))
+
+
+@pytest.mark.parametrize("error", RAISED, ids=repr)
 def test_whatever_a_ranker_raises_is_documented(document: dict[str, Any], error: Exception) -> None:
-    """On both of its routes."""
+    """On both of its routes; an unexpected one does not tell its message."""
     ranker = FakeRanker()
     ranker.error = error
     client = app_with(ranker=ranker)
@@ -169,5 +172,6 @@ def test_whatever_a_ranker_raises_is_documented(document: dict[str, Any], error:
     for path, sent in ((INFER, body), (RECOMMEND, {"user": user, "candidates": "all"})):
         answer = client.post(path.format(model="picks"), json=sent)
         assert answer.status_code >= 429
+        assert "secret" not in answer.text
         described = document["paths"][path]["post"]["responses"][str(answer.status_code)]
         assert ("retry-after" in answer.headers) == ("retry-after" in described["headers"])

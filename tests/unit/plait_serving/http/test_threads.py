@@ -30,14 +30,6 @@ class Gate:
         return "done"
 
 
-async def test_work_is_done_elsewhere_and_its_outcome_comes_back() -> None:
-    """The result or the error."""
-    threads = TurnThreads(1, "t")
-    assert await threads.run("a", threading.get_ident) != threading.get_ident()
-    with pytest.raises(KeyError, match="x"):
-        await threads.run("a", lambda: {}["x"])
-
-
 async def test_a_thread_belongs_to_its_work_until_that_ends() -> None:
     """A client that leaves frees nothing; who left before his work began costs nothing, and holds no body any more."""
     threads, gate, ran, held = TurnThreads(1, "t"), Gate(), [], weakref.WeakSet()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import base64
-import io
-import struct
 import tracemalloc
-import zlib
 from contextlib import suppress
 
 import numpy as np
@@ -28,14 +25,9 @@ from plait_serving.images.codec import (
     resize,
 )
 from plait_serving.images.stored_text import read_parameters
+from support.http_app import png_header, saved
 
 LIMITS = DecodeLimits(max_bytes=100_000, max_pixels=64 * 64, max_edge_px=128)
-
-
-def saved(image, kind="PNG", **options):
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
 
 
 def noise(height=7, width=5, seed=0):
@@ -46,22 +38,6 @@ def decode(raw, **options):
     return decode_image(raw, param="p", limits=LIMITS, **options)
 
 
-def png_chunk(kind, data):
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png_header(width, height):
-    """A PNG that only claims a size."""
-    ihdr = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", ihdr) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
-
-
-def test_png_is_lossless_both_ways():
-    """What is encoded as PNG decodes to the same pixels."""
-    image = noise()
-    assert np.array_equal(decode(encode_image(image, OutputFormat.PNG)), image)
-
-
 @pytest.mark.parametrize("output_format", list(OutputFormat))
 @pytest.mark.parametrize("quality", [0, 1, 100])
 def test_every_quality_of_the_api_encodes(output_format, quality):
@@ -70,16 +46,10 @@ def test_every_quality_of_the_api_encodes(output_format, quality):
 
 
 @pytest.mark.parametrize("output_format", list(OutputFormat))
-@pytest.mark.parametrize("text", ["plain", "Sternchen ä ☃ 🍎, 'x'\nSteps: 4", "é latin"])
+@pytest.mark.parametrize("text", [None, "plain", "Sternchen ä ☃ 🍎, 'x'\nSteps: 4", "é latin"])
 def test_parameters_survive_in_every_format(output_format, text):
-    """The stored text reads back exactly, whatever its script."""
+    """The stored text reads back exactly, whatever its script; where there is none, there is none."""
     assert read_parameters(encode_image(noise(), output_format, parameters=text)) == text
-
-
-def test_a_picture_without_parameters_has_none():
-    """No parameters, no text."""
-    for output_format in OutputFormat:
-        assert read_parameters(encode_image(noise(), output_format)) is None
 
 
 def test_parameters_that_do_not_fit_into_a_jpeg_are_left_out():
@@ -134,9 +104,12 @@ def test_other_formats_are_refused(kind):
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_size_is_checked_before_pixels(width, height):
-    """A header that claims too much is refused although the file holds no pixels at all."""
-    with pytest.raises(RequestError, match="pixels"):
-        decode(png_header(width, height))
+    """A header that claims too much is refused although the file holds no pixels at all; also by who reads the size
+    alone."""
+    for read in (decode_image, image_size):
+        with pytest.raises(RequestError, match="pixels") as caught:
+            read(png_header(width, height), param="p", limits=LIMITS)
+        assert caught.value.param == "p"
 
 
 def test_the_largest_allowed_size_passes():
@@ -145,18 +118,14 @@ def test_the_largest_allowed_size_passes():
     assert decode(saved(Image.new("RGB", (128, 1)))).shape == (1, 128, 3)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "LA", "RGBA"])
-def test_every_png_mode_becomes_rgb(mode):
-    """Whatever the file's mode, the result is uint8 RGB of the same size."""
-    image = decode(saved(Image.new("RGB", (6, 4), (255, 255, 255)).convert(mode)))
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "LA", "RGBA", "CMYK"])
+def test_every_mode_becomes_rgb(mode):
+    """Whatever the file's, also a JPEG's for print, the result is uint8 RGB of the same size."""
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    image = decode(saved(Image.new("RGB", (6, 4), (255, 255, 255)).convert(mode), kind))
     assert image.shape == (4, 6, 3)
     assert image.dtype == np.uint8
     assert (image == 255).all()
-
-
-def test_cmyk_jpeg_becomes_rgb():
-    """Print JPEGs are converted."""
-    assert decode(saved(Image.new("CMYK", (6, 4)), "JPEG")).shape == (4, 6, 3)
 
 
 def test_sixteen_bit_grey_is_scaled():
@@ -189,15 +158,6 @@ def test_a_mask_is_what_is_transparent(mode):
     raw = saved(image.convert(mode))
     assert np.array_equal(decode_mask(raw, param="p", limits=LIMITS), clear)
     assert np.array_equal(decode_layers(raw, param="p", limits=LIMITS)[1], clear)
-
-
-def test_a_size_is_read_within_limits():
-    """Of a header alone, and refused like the image."""
-    assert image_size(png_header(64, 30), param="p", limits=LIMITS) == (64, 30)
-    for raw in (png_header(65, 64), b"text"):
-        with pytest.raises(RequestError) as caught:
-            image_size(raw, param="p", limits=LIMITS)
-        assert caught.value.param == "p"
 
 
 def test_resizing_equals_pillows_lanczos_and_keeps_equal_sizes():

@@ -19,7 +19,7 @@ from plait_serving.diffusion.values import (
     Scheduler,
     Sigmas,
 )
-from plait_serving.images.infotext import SAMPLER_NAMES, infotext
+from plait_serving.images.infotext import infotext
 from support import engine
 from support.names import ODD_NAMES
 
@@ -69,12 +69,6 @@ def test_controlnets_and_the_policy_are_told():
     _, _, pairs = parse(infotext(asked, model="emoji", index=0))
     assert pairs["ControlNet 0"] == "Module: none, Model: edges, Weight: 0.5, Guidance Start: 0, Guidance End: 0.75"
     assert pairs["Lora free steps"] == "4"
-
-
-@pytest.mark.parametrize("scheduler", list(Scheduler))
-def test_every_scheduler_has_a_name_there(scheduler):
-    """A new scheduler cannot be forgotten."""
-    assert parse(infotext(request(scheduler=scheduler), model="m", index=0))[2]["Sampler"] == SAMPLER_NAMES[scheduler]
 
 
 def test_what_else_decides_the_picture_is_there():

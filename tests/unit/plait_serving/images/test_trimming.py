@@ -16,24 +16,15 @@ from plait_serving.diffusion.errors import RequestError
 from plait_serving.images import codec
 from plait_serving.images.codec import DecodeLimits, decode_image, decode_mask, image_size
 from plait_serving.images.trimming import MAX_CHUNKS, MAX_SCANS, SEARCHED_BYTES, trimmed
+from support.http_app import png_chunk, saved
 
 LIMITS = DecodeLimits()
 XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
 
 
-def saved(image: Image.Image, kind: str, **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
 def noise(width: int = 24, height: int = 16) -> Image.Image:
     pixels = np.random.default_rng(3).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
-
-
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def with_png_chunks(*chunks: bytes, image: Image.Image | None = None, behind: bool = False) -> bytes:

@@ -224,10 +224,15 @@ async def events_of(handle):
     return await collect(HandleImageService(handle).generate(FAKE_REQUEST))
 
 
-async def test_serve_handle_passes_events_on_in_order():
-    """A request's events arrive as the replica gave them, and a finished call is not cancelled."""
-    handle = Handle([Progress(step=1, steps=4), preview(0), FINISHED])
-    assert [type(event) for event in await events_of(handle)] == [Progress, Preview, Finished]
+@pytest.mark.parametrize(
+    "events",
+    [(Progress(step=1, steps=4), preview(0), FINISHED), (Failed(error=NumericalError("row 1 is NaN")),)],
+    ids=["finished", "failed"],
+)
+async def test_serve_handle_passes_events_on_in_order(events):
+    """A request's events arrive as the replica gave them, and a call that ended is not cancelled."""
+    handle = Handle(events)
+    assert list(map(id, await events_of(handle))) == list(map(id, events))
     assert not handle.responses[0].cancelled
 
 
@@ -240,27 +245,6 @@ async def test_serve_handle_cancelling_the_reader_cancels_the_call():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert handle.responses[0].cancelled
-
-
-async def test_serve_handle_makes_a_request_once_more_when_its_replica_died():
-    """The second replica's image is the first's; previews that the client has are not sent twice."""
-    handle = Handle([preview(0), ActorDiedError()], [preview(0), preview(1), FINISHED])
-    events = await events_of(handle)
-    assert [getattr(event, "index", None) for event in events] == [0, 1, None]
-    assert isinstance(events[-1], Finished)
-
-
-async def test_serve_handle_refuses_a_request_that_killed_two_replicas():
-    """The same request again, with another id and seed, reaches no third one; others do (finding 10)."""
-    handle = Handle([ActorDiedError()], [ActorDiedError()], [FINISHED], [FINISHED])
-    service = HandleImageService(handle)
-    again = replace(FAKE_REQUEST, request_id="again", seed=99)
-    for request, kind in ((FAKE_REQUEST, EngineStopped), (again, KillsReplicas), (again, KillsReplicas)):
-        (event,) = [event async for event in service.generate(request)]
-        assert isinstance(event.error, kind)
-    assert len(handle.responses) == 2
-    for other in (replace(FAKE_REQUEST, prompt="y"), replace(FAKE_REQUEST, width=32)):
-        assert isinstance([event async for event in service.generate(other)][-1], Finished)
 
 
 STEP = Progress(step=1, steps=4)
@@ -282,25 +266,41 @@ async def ends_of(service, requests):
     return [events[-1] for events in all_events]
 
 
-async def test_serve_handle_says_what_is_tried_again(monkeypatch):
-    """And since when it waits: by that it goes before others, and its deadline counts."""
+async def test_serve_handle_makes_a_request_once_more_when_its_replica_died(monkeypatch):
+    """The second replica's image is the first's; previews that the client has are not sent twice. It says since when it
+    waits: by that it goes before others, and its deadline counts."""
     now = [1_000.0]
     monkeypatch.setattr(handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    scripted = Handle([STEP, lasting(now, 5), ActorDiedError()], [STEP, FINISHED])
-    assert isinstance((await events_of(scripted))[-1], Finished)
+    scripted = Handle([preview(0), lasting(now, 5), ActorDiedError()], [preview(0), preview(1), FINISHED])
+    events = await events_of(scripted)
+    assert [getattr(event, "index", None) for event in events] == [0, 1, None]
+    assert isinstance(events[-1], Finished)
     first, second = scripted.requests
-    assert first.tried_again_s is None
-    assert second.tried_again_s == 5
+    assert (first.tried_again_s, second.tried_again_s) == (None, 5)
     assert second.prompt == first.prompt
 
 
-async def test_serve_handle_nobody_ends_by_waiting_for_others_trials(monkeypatch):
-    """Eight that died together take their first steps one by one, however long: each has survived its own."""
-    now = [1_000.0]
+async def test_serve_handle_of_eight_that_died_together_only_the_cause_fails(monkeypatch):
+    """Each takes its first step while no other of them does, however long: who survives it ends well, and what another
+    replica dies of is refused from then on."""
+    now, trying = [1_000.0], []
     monkeypatch.setattr(handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def begins():
+        assert trying == []
+        trying.append(now[0])
+
     eight = several(8)
-    scripted = Handle(*[list(DIED) for _ in eight], *[[Accepted(), lasting(now, 100), STEP, FINISHED] for _ in eight])
-    assert all(isinstance(end, Finished) for end in await ends_of(HandleImageService(scripted), eight))
+    trials = [[begins, Accepted(), lasting(now, 100), trying.clear, STEP, FINISHED] for _ in eight]
+    trials[3][4:] = [ActorDiedError()]
+    scripted = Handle(*[list(DIED) for _ in eight], *trials)
+    service = HandleImageService(scripted)
+    ends = await ends_of(service, eight)
+    cause = int(scripted.requests[8 + 3].request_id)
+    assert [i for i, end in enumerate(ends) if not isinstance(end, Finished)] == [cause]
+    assert isinstance(ends[cause].error, EngineStopped)
+    (again,) = await ends_of(service, [eight[cause]])
+    assert isinstance(again.error, KillsReplicas)
 
 
 async def test_serve_handle_without_a_replica_all_end_together(monkeypatch):
@@ -371,14 +371,6 @@ async def test_serve_handle_a_stream_without_an_end_is_a_failure():
     """A replica that ends its stream early never reads as success."""
     (event,) = await events_of(Handle([], []))
     assert isinstance(event, Failed)
-
-
-async def test_serve_handle_errors_of_the_engine_are_events():
-    """An engine error that crossed the handle is `Failed` with the same class, message and field."""
-    handle = Handle([Failed(error=NumericalError("row 1 is NaN"))])
-    (event,) = await events_of(handle)
-    assert isinstance(event.error, NumericalError)
-    assert len(handle.responses) == 1
 
 
 @pytest.mark.parametrize(

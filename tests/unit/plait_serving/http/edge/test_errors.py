@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_disagg.errors import WorkerUnavailable
+from plait_disagg import errors as rank
 from plait_serving.diffusion import errors as engine
-from plait_serving.http.edge.errors import ANSWERS, PARAM_MAX_CHARS, ApiError, wire_error
+from plait_serving.http.edge.errors import ANSWERS, PARAM_MAX_CHARS, RANK_ANSWERS, ApiError, wire_error
 
 CASES = [
     (engine.RequestError("m", param="size"), 400, "size", "invalid_value", {}),
@@ -31,31 +31,33 @@ CASES = [
     (engine.Refused("m"), 503, None, "refused", {"retry-after": "5"}),
     (engine.KillsReplicas("m"), 422, None, "request_kills_replicas", {}),
     (engine.EngineError("m"), 500, None, "engine_error", {"x-should-retry": "false"}),
+    (rank.Busy("m"), 429, None, "overloaded", {"retry-after": "1"}),
+    (rank.DeadlinePassed("m"), 504, "deadline_ms", "deadline_missed", {"x-should-retry": "false"}),
+    (rank.WorkerUnavailable("m"), 503, None, "worker_unavailable", {"retry-after": "1"}),
+    (rank.WorkerUnavailable("m", retry_after_s=11.2), 503, None, "worker_unavailable", {"retry-after": "12"}),
+    (rank.WorkerUnavailable("m", retry_after_s=400.0), 503, None, "worker_unavailable", {"retry-after": "120"}),
+    (rank.RankError("m"), 500, None, "rank_failed", {"x-should-retry": "false"}),
 ]
 
 
 @pytest.mark.parametrize(("error", "status", "param", "code", "headers"), CASES, ids=lambda value: type(value).__name__)
-def test_every_engine_error_has_its_answer(error, status, param, code, headers):
+def test_every_error_has_its_answer(error, status, param, code, headers):
     """Status, param, code and retry headers of each error class are as the table says."""
     wire = wire_error(error)
     assert (wire.status, wire.param, wire.code, dict(wire.headers)) == (status, param, code, headers)
     assert json.loads(wire.body) == {"error": {"message": "m", "type": wire.kind, "param": param, "code": code}}
 
 
-def test_the_table_names_every_error_class_before_its_bases():
-    """No error class of the engine is forgotten, and none is hidden by a base class that comes earlier."""
-    order = [kind for kind, _ in ANSWERS]
-    kinds = {kind for kind in vars(engine).values() if isinstance(kind, type)}
-    assert set(order) == {kind for kind in kinds if issubclass(kind, engine.EngineError)}
+@pytest.mark.parametrize(
+    ("table", "module", "base"), [(ANSWERS, engine, engine.EngineError), (RANK_ANSWERS, rank, rank.RankError)]
+)
+def test_a_table_names_every_error_class_before_its_bases(table, module, base):
+    """No error class is forgotten, and none is hidden by a base class that comes earlier."""
+    order = [kind for kind, *_ in table]
+    kinds = {kind for kind in vars(module).values() if isinstance(kind, type)}
+    assert {kind for kind in kinds if issubclass(kind, base)} <= set(order)
     for i, kind in enumerate(order):
         assert not any(issubclass(kind, earlier) for earlier in order[:i])
-
-
-@pytest.mark.parametrize(("retry_after_s", "header"), [(None, "1"), (11.2, "12"), (400.0, "120")])
-def test_a_lost_worker_is_back_when_its_client_expects_it(retry_after_s, header):
-    """Not within the second that a busy one needs (finding 10)."""
-    wire = wire_error(WorkerUnavailable("m", retry_after_s=retry_after_s))
-    assert (wire.status, wire.headers["retry-after"]) == (503, header)
 
 
 @given(st.text(), st.text(st.characters()))

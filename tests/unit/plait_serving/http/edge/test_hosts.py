@@ -47,9 +47,6 @@ REFUSED = (403, "origin_not_allowed")
     [
         (LOCAL, "http", "HTTP://127.0.0.1:8000", True),
         (LOCAL, "http", "http://127.0.0.1", False),
-        (LOCAL, "http", "http://localhost:8000", False),
-        (LOCAL, "http", "http://127.0.0.1.evil.example:8000", False),
-        (LOCAL, "http", "null", False),
         (LOCAL, "http", "", False),
         (LOCAL, "http", "chrome-extension://127.0.0.1:8000", False),
         ("127.0.0.1:80", "http", "http://127.0.0.1", True),
@@ -69,7 +66,8 @@ REFUSED = (403, "origin_not_allowed")
 def test_a_page_is_the_servers_own_by_what_the_request_calls_it(settings, host, scheme, origin, is_own):
     """Host, port and scheme are those of the request's own Host header, wherever the server listens: an ssh tunnel
     (9999 here) and a forwarded port are the same as none. A proxy that ends TLS passes the host on: its pages are of
-    https, its requests here of http; a port that is not said is that of the page's scheme. `null` is nobody's."""
+    https, its requests here of http; a port that is not said is that of the page's scheme. What no page of ours
+    is called: `security/test_names.py`."""
     expected = (200, None) if is_own else REFUSED
     assert asked(settings, host=host, scheme=scheme, origin=origin) == expected
 
@@ -79,7 +77,6 @@ def test_a_page_is_the_servers_own_by_what_the_request_calls_it(settings, host, 
     [
         (LOOPBACK, "127.0.0.1", True),
         (LOOPBACK, "[::1]:8000", True),
-        (LOOPBACK, "evil.example:8000", False),
         (LOOPBACK, "127.0.0.1.evil.example", False),
         (HttpSettings(allowed_hosts=("FE80::1",)), "[fe80::1]:8000", True),
     ],

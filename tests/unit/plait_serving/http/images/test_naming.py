@@ -19,7 +19,7 @@ from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.service import AliasCard, LoraCard
 from plait_serving.images.stored_text import read_parameters
 from support.http_app import make_client
-from support.names import NO_NAMES, ODD_NAMES
+from support.names import ODD_NAMES
 
 LARGE = replace(FAKE_CATALOG.model, name="large", family="sdxl", default_width=64, controlnets=())
 CATALOG = replace(
@@ -124,19 +124,6 @@ def test_a_name_from_a_file_is_understood_wherever_a_request_may_have_it(typed, 
     assert client.post(f"{path}/sleep").json() == {"id": name, "object": "model", "asleep": True}
     assert service.asleep == {name}
     assert name in {item["id"] for item in client.get("/v1/loras").json()["data"]}
-
-
-@pytest.mark.parametrize("name", [name for name in NO_NAMES if "\ud800" not in name], ids=ascii)
-def test_what_is_no_name_is_refused_with_the_rule(client, name):
-    """Not as something that is missing; but what is only not composed yet is, and then it is just unknown."""
-    body = {"prompt": "x", "loras": [{"name": name}]}
-    answer = client.post("/v1/images/generations", json=body)
-    error = answer.json()["error"]
-    if unicodedata.normalize("NFC", name) != name:
-        assert (answer.status_code, error["code"]) == (404, "lora_not_found")
-    else:
-        assert (answer.status_code, error["param"]) == (400, "loras.0.name")
-        assert "a name has 1 to 200 characters" in error["message"]
 
 
 @pytest.mark.parametrize(

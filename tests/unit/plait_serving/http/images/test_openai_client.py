@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import openai
 import pytest
 
-from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
+from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.diffusion import errors as engine
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ResultsSection
 from plait_serving.images.service import AliasCard
-from support.http_app import b64, make_client, pixels, png
+from support.http_app import make_client
 
 
 def make_openai(service, *, settings=None, max_retries=0):
     made = make_client(service, settings)
     return openai.OpenAI(api_key="any", base_url="http://testserver/v1", http_client=made, max_retries=max_retries)
-
-
-@pytest.fixture
-def client(service):
-    return make_openai(service)
-
-
-def test_generate_returns_images(client, service):
-    """Our own fields are sent with `extra_body`, as users of the SDK do, and found on the result."""
-    result = client.images.generate(
-        model="emoji", prompt="red apple", n=2, size="24x16",
-        extra_body={
-            "loras": [{"name": "noto", "scale": 0.8}],
-            "controlnets": [{"name": "edges", "image": b64(png()), "preprocess": True}],
-        },
-    )  # fmt: skip
-    (request,) = service.submitted
-    assert [(ref.name, ref.scale) for ref in request.loras] == [("noto", 0.8)]
-    assert [ref.name for ref in request.controlnets] == ["edges"]
-    for image, seed in zip(result.data, request.seeds, strict=True):
-        assert np.array_equal(pixels(image.b64_json), fake_image(request, seed))
-        assert image.seed == seed
-    assert (result.size, result.seed, result._request_id) == ("24x16", request.seed, result.id)
-
-
-def test_what_is_refused_is_the_sdks_own_error(client):
-    """`param` and `code` are filled, as with OpenAI."""
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.images.generate(prompt="x", n=11)
-    assert (caught.value.param, caught.value.code, caught.value.type) == ("n", "invalid_value", "invalid_request_error")
 
 
 @pytest.mark.parametrize(
@@ -76,16 +44,6 @@ def test_tools_with_their_default_names(tmp_path, sent, member):
     assert getattr(answer.data[0], member)
     (request,) = service.submitted
     assert (request.model, request.width, request.height) == ("emoji", 1024, 1024)
-
-
-def test_streaming_gives_partial_images_and_then_the_picture(client, service):
-    """The SDK's typed events arrive in order, with indices from 0 and the finished image last."""
-    with client.images.generate(prompt="red apple", stream=True, partial_images=3, output_format="webp") as stream:
-        events = list(stream)
-    assert [event.type for event in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
-    assert [event.partial_image_index for event in events[:3]] == [0, 1, 2]
-    assert all(base64.b64decode(event.b64_json).startswith(b"RIFF") for event in events)
-    assert events[-1].seed == service.submitted[0].seed
 
 
 def test_an_error_after_the_stream_began_is_raised_by_the_sdk():
@@ -116,13 +74,3 @@ def test_the_sdk_repeats_only_what_can_succeed_later(error, attempts, monkeypatc
         make_openai(service, max_retries=1).images.generate(prompt="x")
     assert len(service.submitted) == attempts
     assert waits == [1.0] * (attempts - 1)
-
-
-def test_models_are_listed_and_retrieved(client):
-    """`models.list` and `models.retrieve` work; an unknown model is NotFoundError."""
-    (model,) = client.models.list()
-    assert (model.id, model.object, model.owned_by) == ("emoji", "model", "plait")
-    assert client.models.retrieve("emoji").default_size == "16x16"
-    with pytest.raises(openai.NotFoundError, match="did you mean emoji") as caught:
-        client.models.retrieve("emoij")
-    assert caught.value.code == "model_not_found"

@@ -17,11 +17,12 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
+from fakes.ranking import fake_rankers
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.request_fields import MAX_PROMPT_CHARS
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
-from plait_serving.http.app import app_from_context
+from plait_serving.http.app import app_from_context, create_app
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import json_body
 from plait_serving.http.edge.auth import ApiKey
@@ -30,7 +31,9 @@ from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.stored_text import read_parameters
-from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, saved
+from plait_serving.ranking.local import LocalRankingService
+from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_client, pixels, png, saved
+from support.http_rank import INFER
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}
@@ -79,10 +82,7 @@ def test_an_empty_prompt_is_a_prompt(client, service, syntax):
 
 def test_null_means_left_out(client, service):
     """Clients that send every field as null get the defaults."""
-    fields = (
-        "model n size response_format output_format stream partial_images seed scheduler loras controlnets deadline_ms"
-    )
-    assert post(client, **dict.fromkeys([*fields.split(), "lora_policy", *IGNORED_FIELDS])).json()["ignored"] == []
+    assert post(client, **dict.fromkeys(GenerationBody.model_fields.keys() - {"prompt"})).json()["ignored"] == []
     assert service.submitted[0].steps == 4
 
 
@@ -128,12 +128,14 @@ def test_the_answer_holds_the_pictures_and_how_to_make_them_again(client, servic
 @pytest.mark.parametrize(("output_format", "begins"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8"), ("webp", b"RIFF")])
 def test_each_output_format_with_its_parameters(client, output_format, begins):
     """The bytes are of the format that was asked for, and carry the parameters as A1111 does."""
-    body = post(client, output_format=output_format, seed=9, loras=[{"name": "noto", "scale": 0.8}]).json()
+    loras = [{"name": "noto", "scale": 0.8}, {"name": "sketch", "scale": -0.0}]
+    body = post(client, output_format=output_format, seed=9, loras=loras).json()
     raw = base64.b64decode(body["data"][0]["b64_json"])
     assert raw.startswith(begins)
     assert body["output_format"] == output_format
     assert read_parameters(raw) == (
-        "red apple <lora:noto:0.8>\nSteps: 4, Sampler: Euler, CFG scale: 7.5, Seed: 9, Size: 16x16, Model: emoji"
+        "red apple <lora:noto:0.8> <lora:sketch:0>\n"
+        "Steps: 4, Sampler: Euler, CFG scale: 7.5, Seed: 9, Size: 16x16, Model: emoji"
     )
 
 
@@ -169,12 +171,6 @@ def test_transparency_means_nothing_in_a_map_and_white_in_a_picture(client, serv
         assert (service.submitted[-1].controlnets[0].image == 0).all()
 
 
-def test_negative_zero_is_zero(client, service):
-    """-0.0 and 0.0 are one LoRA set."""
-    post(client, loras=[{"name": "noto", "scale": -0.0}])
-    assert math.copysign(1.0, service.submitted[0].loras[0].scale) == 1.0
-
-
 CONTROL = {"name": "edges", "image": b64(png())}
 LORA = {"name": "noto"}
 NAN = math.nan
@@ -189,9 +185,7 @@ BAD = [
     ({"n": 11}, "n"),
     ({"n": True}, "n"),
     ({"n": 2, "stream": True}, "n"),
-    ({"size": "16"}, "size"),
     ({"size": "１６x16"}, "size"),
-    ({"size": "16x16\n"}, "size"),
     ({"size": "17x16"}, "size"),
     ({"size": "136x8"}, "size"),
     ({"size": "128x64"}, "size"),
@@ -200,7 +194,6 @@ BAD = [
     ({"partial_images": 4, "stream": True}, "partial_images"),
     ({"num_inference_steps": 0}, "num_inference_steps"),
     ({"num_inference_steps": 51}, "num_inference_steps"),
-    ({"num_inference_steps": 10**30}, "num_inference_steps"),
     ({"guidance_scale": NAN}, "guidance_scale"),
     ({"guidance_scale": 101}, "guidance_scale"),
     ({"guidance_scale": 10**400}, "guidance_scale"),
@@ -220,7 +213,6 @@ BAD = [
     ({"lora_free_steps": 1}, "lora_free_steps"),
     ({"lora_free_steps": 4, "lora_policy": "bounded_async"}, "lora_free_steps"),
     ({"controlnets": [CONTROL] * 5}, "controlnets"),
-    ({"controlnets": [{**CONTROL, "image": ""}]}, "controlnets.0.image"),
     ({"controlnets": [{**CONTROL, "image": b64(b"no picture")}]}, "controlnets.0.image"),
     ({"controlnets": [CONTROL, {**CONTROL, "image": b64(png(200, 200))}]}, "controlnets.1.image"),
     ({"controlnets": [{**CONTROL, "start": 0.5, "end": 0.5}]}, "controlnets.0.end"),
@@ -230,6 +222,9 @@ BAD = [
     ({"scheduler": "euler", "eta": 0.5}, "eta"),
     ({"crop": [1, -1]}, "crop.1"),
     ({"": 1}, ""),
+    ({"tried_again_s": 1.0}, "tried_again_s"),
+    ({"x\ud800": 1}, None),
+    ({"loras": [{**LORA, "\udfff": 1}]}, "loras.0"),
 ]
 
 
@@ -391,20 +386,6 @@ def test_plain_prompts_with_marks_get_a_hint(client, service):
     assert hint.endswith("this model knows no marks, and LoRAs go into loras"), "it would refuse prompt_syntax"
 
 
-def test_no_client_can_say_that_its_request_is_tried_again(client, service):
-    """Only what an engine's process died with goes before others."""
-    for field in ("tried_again_s", "extra_body"):
-        assert post(client, **{field: {"tried_again_s": 1.0}}).status_code == 400
-    assert post(client).status_code == 200
-    assert [request.tried_again_s for request in service.submitted] == [None]
-
-
-def test_an_unknown_field_with_a_lone_surrogate_is_still_answered(client):
-    """A name that cannot be encoded does not break the answer."""
-    assert post(client, **{"x\ud800": 1}).status_code == 400
-    assert post(client, loras=[{"name": "noto", "\udfff": 1}]).status_code == 400
-
-
 def test_a_bug_in_the_routes_is_a_500_without_its_text(caplog):
     """The last line of defence: OpenAI's form, the request id, the traceback in the log only."""
 
@@ -420,10 +401,11 @@ def test_a_bug_in_the_routes_is_a_500_without_its_text(caplog):
     assert "ZeroDivisionError: secret" in caplog.text
 
 
-@pytest.mark.parametrize("path", [URL, "/v1/images/edits"])
+@pytest.mark.parametrize("path", [URL, "/v1/images/edits", INFER])
 async def test_a_client_that_goes_while_it_sends_hurts_nobody(path, caplog):
     """Its body never ended: that is no failure, and no mistake of anybody's."""
-    call = AsgiCall(make_app(FakeImageService()), b"", path=path)
+    app = create_app(FakeImageService(), HttpSettings(), ranking=LocalRankingService(fake_rankers()))
+    call = AsgiCall(app, b"", path=path)
     call.requests[:] = [{"type": "http.request", "body": b"{", "more_body": True}]
     call.disconnect()
     await call.done()
@@ -453,22 +435,15 @@ def test_a_service_that_ends_without_a_result_or_raises_is_told_as_that(error, s
     ("fields", "said"),
     [
         ({"steps": 3}, "did you mean num_inference_steps?"),
-        ({"cfg_scale": 3}, "did you mean guidance_scale?"),
-        ({"sampler_name": 3}, "did you mean scheduler?"),
         ({"negativ_prompt": 3}, "did you mean negative_prompt?"),
-        ({"width": 3}, "did you mean size?"),
         ({"prompt_3": 3}, "did you mean prompt?"),
-        ({"lora_path": 3}, "did you mean loras?"),
         ({"loras": "noto"}, 'loras: write [{"name": "noto", "scale": 1.0}], a list'),
-        ({"loras": {"name": "noto"}}, 'loras: write [{"name": "NAME", "scale": 1.0}], a list'),
         ({"controlnets": ["edges"]}, 'controlnets.0: write {"name": "edges", "image": "BASE64"}, an object'),
         ({"loras": [{"name": "notto"}]}, "there is no LoRA 'notto'; did you mean noto?"),
         ({"loras": [{"name": "noto", "scal": 1}]}, "loras.0.scal: unknown field; did you mean scale?"),
-        ({"controlnets": [{**CONTROL, "strat": 0.5}]}, "controlnets.0.strat: unknown field; did you mean start?"),
         ({"body": {}}, "body: unknown field"),
         ({"controlnets": [{**CONTROL, "name": "egdes"}]}, "there is no ControlNet 'egdes'; did you mean edges?"),
         ({"sigmas": "karas"}, "did you mean karras?"),
-        ({"prompt": "<lora:notto>", "prompt_syntax": "a1111"}, "there is no LoRA 'notto'; did you mean noto?"),
     ],
     ids=lambda value: json.dumps(value)[:40],
 )

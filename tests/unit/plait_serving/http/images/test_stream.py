@@ -9,7 +9,7 @@ import json
 import pytest
 
 from fakes.images import FakeImageService, fake_image
-from plait_serving.diffusion.errors import NumericalError, Overloaded
+from plait_serving.diffusion.errors import Overloaded
 from plait_serving.diffusion.values import Progress
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import sse
@@ -65,30 +65,20 @@ def test_a_refusal_keeps_its_status():
     assert answer.json()["error"]["code"] == "overloaded"
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(NumericalError("NaN"), "numerical_error"), (KeyError("secret"), "internal_error")]
-)
-def test_an_error_in_mid_stream_is_its_last_event(error, code):
+def test_an_error_in_mid_stream_is_its_last_event():
     """As a plain data event, and nothing follows; a bug is told without its text."""
-    answer = stream(FakeImageService(failures={"x": error}, fail_at_step=1))
+    answer = stream(FakeImageService(failures={"x": KeyError("secret")}, fail_at_step=1))
     assert answer.status_code == 200
     last = answer.text.rstrip("\n").split("\n\n")[-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == code
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
     assert "completed" not in answer.text
     assert "secret" not in answer.text
-
-
-def test_events_never_contain_a_raw_newline():
-    """A newline inside a value would end the event early."""
-    raw = sse.event("e", {"text": "a\nb\r\nc\u2028"})
-    assert raw.count(b"\n") == 3
-    assert json.loads(raw.split(b"data: ")[1])["text"] == "a\nb\r\nc\u2028"
 
 
 async def test_pings_keep_an_idle_stream_alive():
     """While a request waits in the queue, comments go out so that no proxy closes the connection."""
     settings = HttpSettings(first_event_wait_s=0.01, ping_interval_s=0.01)
-    call = AsgiCall(make_app(FakeImageService(step_s=0.1), settings), b'{"prompt": "x", "stream": true}')
+    call = AsgiCall(make_app(FakeImageService(step_s=3_600.0), settings), b'{"prompt": "x", "stream": true}')
     await call.wait_chunk()
     assert call.chunks[0] == sse.PING
     call.disconnect()
@@ -103,12 +93,13 @@ class Events:
 
     def __init__(self):
         self.closed = 0
+        self.first = asyncio.Event()
 
     async def __call__(self):
         try:
-            await asyncio.sleep(0.05)
+            await self.first.wait()
             yield STEP
-            await asyncio.sleep(60.0)
+            await asyncio.Event().wait()
         finally:
             self.closed += 1
 
@@ -120,6 +111,7 @@ async def test_a_read_that_times_out_loses_nothing_and_closing_ends_the_generato
     events = Events()
     feed = EventFeed(events())
     assert await feed.next(0.001) is None
+    events.first.set()
     assert await feed.next() == STEP
     if reads:
         assert await feed.next(0.001) is None
