@@ -25,6 +25,7 @@ SHELL: list[tuple[str, int, str]] = [
     ("serve nosuch.yaml", 1, "nosuch.yaml: No such file or directory"),
     ("serve .", 1, ".: Is a directory"),
     ("serve --set server.port", 1, "'server.port' is not path=value, for example"),
+    ("serve --set server..port=1", 1, "'server..port=1' is not path=value"),
     ("serve --set images.name=2026-13-45", 1, "images.name: the value is not YAML"),
     ("serve --host 127.0.0..1", 1, "server.host: must be a name or an address of this machine (got '127.0.0..1')"),
     ("serve --model sd15", 1, "'sd15' is neither 'emoji' nor a path (./folder, ./file.safetensors) nor a hub id"),
