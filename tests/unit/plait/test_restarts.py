@@ -104,13 +104,17 @@ def others(value: Any) -> Iterator[Any]:
     yield from (*TEXTS, 1, 2.0, True, None, ["b"], ["10.0.0.1"], ["64x64"], {"min": 1, "max": 2}, {"a": "/a"})
 
 
+def with_leaf(data: Mapping[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """Copy it with another value there."""
+    key, *inner = path
+    return {**data, key: with_leaf(data[key], tuple(inner), value) if inner else value}
+
+
 def changed(base: Mapping[str, Any], config: PlaitConfig, path: tuple[Any, ...]) -> PlaitConfig | None:
     """The configuration with another value for that leaf alone, if any is valid."""
     for value in others(functools.reduce(lambda place, key: place[key], path, base)):
-        data = copy.deepcopy(base)
-        functools.reduce(lambda place, key: place[key], path[:-1], data)[path[-1]] = value
         try:
-            found = parsed(data)
+            found = parsed(with_leaf(base, path, value))
         except (ValidationError, TypeError):
             continue
         if found != config:
@@ -223,9 +227,7 @@ NEVER_ALONE = {"version", "images.revision"}
 )
 def test_a_change_restarts_who_reads_it_and_nobody_else(path: str, value: Any, expected: dict[str, str]) -> None:
     """Numbers of replicas scale, knobs reconfigure, and what one deployment alone reads restarts no other."""
-    data = parsed(FULL).model_dump(mode="json")
-    *outer, last = path.split(".")
-    functools.reduce(lambda place, key: place[key], outer, data)[last] = value
+    data = with_leaf(parsed(FULL).model_dump(mode="json"), tuple(path.split(".")), value)
     assert effects(deployments(parsed(FULL)), deployments(parsed(data))) == expected
 
 
