@@ -89,18 +89,26 @@ def test_what_computes_something_else_is_compiled_anew(copy, block, compiled, ca
     assert (copy / "k" / "model.xml").is_file()
 
 
-def test_where_nothing_can_be_kept_each_start_compiles(copy, block, compiled, caplog, monkeypatch):
-    """On a full disk: said, and nothing is left behind; what was converted stays."""
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ((compiled_cache.tempfile, "NamedTemporaryFile"), OSError(28, "No space left on device")),
+        ((openvino_program.ov.CompiledModel, "export_model"), RuntimeError("this model cannot be exported")),
+    ],
+)
+def test_where_nothing_can_be_kept_each_start_compiles(copy, block, compiled, caplog, monkeypatch, place, error):
+    """A full disk, a model that OpenVINO does not export: said, and nothing is left behind; what was converted
+    stays."""
 
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+    def fails(*_, **__):
+        raise error
 
     (blob,) = kept(copy)
     blob.unlink()
     before = sorted((copy / "k").iterdir())
-    monkeypatch.setattr(compiled_cache.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(*place, fails)
     with caplog.at_level(logging.WARNING):
         assert answers(openvino_at(copy).open("k"), block)
-    assert "No space left" in caplog.text
+    assert str(error) in caplog.text
     assert sorted((copy / "k").iterdir()) == before
     assert len(compiled) == 1
