@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,13 +86,16 @@ def servers(shared_serve: SharedServe, starters: Callable[[], str]) -> Iterator[
 @pytest.mark.parametrize("document", GUIDES)
 def test_the_blocks_of_a_document_run(document: str, servers: Servers, tmp_path: Path) -> None:
     """Commands and programs end well, and configurations are read by the loaders that people's files meet."""
-    _run_all(document, servers, DocumentShell(tmp_path, finds_plait=document != FIRST))
-
-
-@pytest.mark.slow
-def test_the_first_document_runs_as_printed(servers: Servers, tmp_path: Path) -> None:
-    """With its load test of a minute."""
-    _run_all(FIRST, servers, DocumentShell(tmp_path, finds_plait=False, as_printed=True))
+    blocks = [block for block in blocks_of(document, read(document)) if block.reason is None]
+    shell = DocumentShell(tmp_path, finds_plait=document != FIRST)
+    try:
+        for number, block in enumerate(blocks):
+            if _asks_a_server(block):
+                packages = sorted(path.parent for path in shell.folder.glob("models/*/package.json"))
+                shell.url = servers.start(packages)
+            _run(block, shell, blocks[number + 1 :])
+    finally:
+        shell.close()
 
 
 def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> None:
@@ -107,20 +109,6 @@ def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> N
         for command, code in (("plait nonsense", 2), (f"curl -s {USUAL_URL}/nothing; true", "")):
             with pytest.raises(AssertionError, match=f"exit code {code}"):
                 shell.run(command)
-    finally:
-        shell.close()
-
-
-def _run_all(document: str, servers: Servers, shell: DocumentShell) -> None:
-    blocks = [block for block in blocks_of(document, read(document)) if block.reason is None]
-    try:
-        for number, block in enumerate(blocks):
-            if _asks_a_server(block):
-                packages = sorted(path.parent for path in shell.folder.glob("models/*/package.json"))
-                shell.url = servers.start(packages)
-            began_s = time.monotonic()
-            _run(block, shell, blocks[number + 1 :])
-            print(f"{block.place}: {time.monotonic() - began_s:.1f} s")
     finally:
         shell.close()
 

@@ -92,8 +92,7 @@ def _edit_facts(request: ImageRequest) -> tuple[float | int, ...]:
 
 
 class FakeImageService:
-    """Makes `fake_image` in `steps` steps of `step_s` seconds, or what `slow` says of the prompt; the one after
-    `holds_at_step` never ends.
+    """Makes `fake_image` in `steps` steps of `step_s` seconds, or what `slow` says of the prompt.
 
     A prompt in `failures` fails with that error after `fail_at_step` steps. `submitted`, `finished` and `cancelled`
     record request ids; `steps_run` shows how soon a cancelled request stopped.
@@ -114,7 +113,6 @@ class FakeImageService:
         self.cancelled: list[str] = []
         self.asleep: set[str] = set()
         self.steps_run = 0
-        self.holds_at_step: int | None = None
         self._images = Counter[str]()
         self.state = health or Health(ready=True, warmup_s=0.25)
         self.offers = catalog
@@ -166,8 +164,7 @@ class FakeImageService:
             if error is not None and step == self._fail_at_step:
                 yield Failed(error=error)
                 return
-            step_s = self._slow.get(request.prompt, self.step_s)
-            await asyncio.sleep(3_600.0 if step == self.holds_at_step else step_s)
+            await asyncio.sleep(self._slow.get(request.prompt, self.step_s))
             self.steps_run += 1
             yield Progress(step=step + 1, steps=request.run_steps)
             if step + 1 in previews:

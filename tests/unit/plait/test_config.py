@@ -106,26 +106,11 @@ def test_config_names_what_lies_in_folders_by_its_own_name(tmp_path):
         assert alone[1].is_file == model.endswith("S")
 
 
-def test_a_controlnets_folder_may_be_called_like_a_file(tmp_path):
-    """Only what is no folder is a single file."""
-    (tmp_path / "depth.safetensors").mkdir()
-    (tmp_path / "plait.yaml").write_text("images: {controlnets: {depth: {folder: depth.safetensors}}}")
-    images = load_config(tmp_path / "plait.yaml").images
-    assert images.resolved_controlnets()["depth"].folder == tmp_path / "depth.safetensors"
-
-
 def test_config_reports_every_problem_at_once():
     """Two mistakes are told together."""
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=["server.port=-1", "ray.adress=auto"])
     assert len(caught.value.problems) == 2
-
-
-@pytest.mark.parametrize("override", ["=1", "server..port=1", ".=2"])
-def test_config_override_needs_path_and_value(override):
-    """A malformed --set is refused as what it is."""
-    with pytest.raises(ConfigError, match="not path=value"):
-        load_config(overrides=[override])
 
 
 def test_config_relative_paths_are_relative_to_the_file(tmp_path):

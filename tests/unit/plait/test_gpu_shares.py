@@ -80,7 +80,7 @@ def test_one_gpu_is_shared_by_what_replicas_hold(folders: Path) -> None:
     assert found["engine"] > found["controlnet-depth"] > found["controlnet-edges"] > found["hn-shop"]
 
 
-@pytest.mark.parametrize("gpus", [(1,), (2,), (3,), (4,), (1, 1), (2, 1), (8,)])
+@pytest.mark.parametrize("gpus", [(1,), (2,), (3,), (2, 1), (8,)])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_whatever_the_order_every_replica_has_room(folders: Path, gpus: tuple[int, ...], replicas: int) -> None:
     """Serve starts them in any, and Ray takes the fullest device with room."""

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from ray.serve._private.build_app import build_app
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.handle import DeploymentHandle
 
 from plait.app import bind
-from plait.config import PlaitConfig, parse_config
+from plait.config import PlaitConfig
 from plait.deployments import deployments, effects
-from plait.errors import PlaitError
 
 KEY = {"sha256": "0" * 64, "tenant": "ops", "role": "admin"}
 TENANT = {"requests_per_s": 2.0, "max_pixels": 9, "max_steps": 9, "max_images": 2, "queued_s": 9.0}
@@ -82,7 +82,7 @@ TEXTS = (
 
 
 def parsed(data: Mapping[str, Any]) -> PlaitConfig:
-    return parse_config(data, source="test", folder=Path("/"))
+    return PlaitConfig.model_validate(data, context={"folder": Path("/")})  # quicker than with told errors
 
 
 def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -104,15 +104,18 @@ def others(value: Any) -> Iterator[Any]:
     yield from (*TEXTS, 1, 2.0, True, None, ["b"], ["10.0.0.1"], ["64x64"], {"min": 1, "max": 2}, {"a": "/a"})
 
 
-def changed(base: Mapping[str, Any], path: tuple[Any, ...]) -> PlaitConfig | None:
+def with_leaf(data: Mapping[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """Copy it with another value there."""
+    key, *inner = path
+    return {**data, key: with_leaf(data[key], tuple(inner), value) if inner else value}
+
+
+def changed(base: Mapping[str, Any], config: PlaitConfig, path: tuple[Any, ...]) -> PlaitConfig | None:
     """The configuration with another value for that leaf alone, if any is valid."""
-    config = parsed(base)
     for value in others(functools.reduce(lambda place, key: place[key], path, base)):
-        data = copy.deepcopy(base)
-        functools.reduce(lambda place, key: place[key], path[:-1], data)[path[-1]] = value
         try:
-            found = parsed(data)
-        except (PlaitError, TypeError):
+            found = parsed(with_leaf(base, path, value))
+        except (ValidationError, TypeError):
             continue
         if found != config:
             return found
@@ -166,11 +169,12 @@ def test_what_is_announced_is_what_differs_in_what_is_bound() -> None:
     tried, wrong = set[str](), dict[str, Any]()
     for given in (FULL, OTHER):
         base = parsed(given).model_dump(mode="json")
-        before = deployments(parsed(base))
+        config = parsed(base)
+        before = deployments(config)
         was = bound(bind(before))
         for path in leaves(base):
             name = ".".join(map(str, path))
-            if name in tried or (after := changed(base, path)) is None:
+            if name in tried or (after := changed(base, config, path)) is None:
                 continue
             tried.add(name)
             now = deployments(after)
@@ -198,7 +202,6 @@ NEVER_ALONE = {"version", "images.revision"}
         ),
         ("images.controlnets.edges.preprocessor", None, {"engine": "restarted"}),
         ("images.controlnets.edges.replicas", 2, {"controlnet-edges": "scaled"}),
-        ("images.replicas", 4, {"engine": "scaled"}),
         ("images.num_cpus", 2.0, {"engine": "restarted"}),
         ("images.knobs.largest_batch", 4, {"engine": "reconfigured"}),
         ("server.ingress_replicas", 2, {"ingress": "scaled"}),
@@ -208,11 +211,9 @@ NEVER_ALONE = {"version", "images.revision"}
             "split",
             {"whole-both": "removed", "cn-both": "added", "hn-both": "added", "ingress": "restarted"},
         ),
-        ("recommend.models.both.executor", "torch", {"whole-both": "restarted"}),
         ("recommend.models.plain.executor", "torch", {"hn-plain": "restarted"}),
         ("recommend.models.both.between_hosts", "nixl", {"whole-both": "restarted"}),
         ("recommend.models.shop.cn.replicas", 2, {"cn-shop": "scaled"}),
-        ("recommend.models.plain.hn.replicas", 2, {"hn-plain": "scaled"}),
         ("recommend.models.shop.hn.replicas.max", 5, {"hn-shop": "scaled"}),
         ("recommend.models.shop.cn.shards.replicas", 3, {"shard0-shop": "scaled", "shard1-shop": "scaled"}),
         ("recommend.models.shop.cn.knobs.window", 2, {"cn-shop": "reconfigured"}),
@@ -226,9 +227,7 @@ NEVER_ALONE = {"version", "images.revision"}
 )
 def test_a_change_restarts_who_reads_it_and_nobody_else(path: str, value: Any, expected: dict[str, str]) -> None:
     """Numbers of replicas scale, knobs reconfigure, and what one deployment alone reads restarts no other."""
-    data = parsed(FULL).model_dump(mode="json")
-    *outer, last = path.split(".")
-    functools.reduce(lambda place, key: place[key], outer, data)[last] = value
+    data = with_leaf(parsed(FULL).model_dump(mode="json"), tuple(path.split(".")), value)
     assert effects(deployments(parsed(FULL)), deployments(parsed(data))) == expected
 
 

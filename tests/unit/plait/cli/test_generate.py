@@ -14,7 +14,7 @@ import pytest
 from fakes.images import FakeImageService, fake_image
 from plait.cli import generate as command
 from plait.cli.main import main
-from plait_serving.diffusion.errors import EngineStopped, NumericalError
+from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.images.codec import DecodeLimits, decode_image
@@ -26,7 +26,7 @@ from support.http_app import png
 @pytest.fixture
 def service(monkeypatch):
     """The fake service in place of an engine; remembers that it was closed."""
-    fake = FakeImageService(failures={"nan": NumericalError("NaN in image 0"), "dead": EngineStopped("stopped")})
+    fake = FakeImageService(failures={"nan": NumericalError("NaN in image 0")})
     fake.closed = 0
 
     @contextmanager
@@ -66,7 +66,6 @@ def test_an_edit_starts_from_a_file(service, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--image", "nowhere.png"), "--image: nowhere.png: No such file"),
         (("--image", "SOURCE", "--strength", "0"), "--strength: must be greater than 0"),
         (("--image", "SOURCE", "--mask", "OTHER"), "--mask: the mask is 8x8, the image 24x16"),
         (("--image", "TEXT"), "--image: not a readable PNG, JPEG or WebP image"),
@@ -122,10 +121,7 @@ def test_json_tells_files_seeds_and_timings(service, tmp_path, capsys):
     """A program can read what was made."""
     assert run("x", "-o", tmp_path / "a.jpg", "-n", 2, "--seed", 5, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert [(item["file"], item["seed"]) for item in told["pictures"]] == [
-        (str(tmp_path / "a-1.jpg"), 5),
-        (str(tmp_path / "a-2.jpg"), 6),
-    ]
+    assert [(it["file"], it["seed"]) for it in told["pictures"]] == [(f"{tmp_path}/a-{n}.jpg", 4 + n) for n in (1, 2)]
     assert told["timings"]["total"] == 1.9375
     assert (told["model"], told["size"]) == ("emoji", "16x16")
 
@@ -143,10 +139,9 @@ def test_what_the_model_does_not_take_is_refused_by_its_option(service, tmp_path
     assert service.submitted == []
 
 
-@pytest.mark.parametrize("prompt", ["nan", "dead"])
-def test_a_failure_is_exit_code_1(service, tmp_path, capsys, prompt):
+def test_a_failure_is_exit_code_1(service, tmp_path, capsys):
     """An error of the engine is one sentence on stderr; the engine is stopped and no file appears."""
-    assert run(prompt, "-o", tmp_path / "a.png") == 1
+    assert run("nan", "-o", tmp_path / "a.png") == 1
     assert "Traceback" not in capsys.readouterr().err
     assert service.closed == 1
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import types
@@ -15,16 +14,6 @@ import pytest
 from plait.cli import main as root
 from plait.errors import PlaitError
 from plait_serving.diffusion.errors import RequestError
-
-
-def plait(*arguments, timeout_s=60):
-    return subprocess.run(
-        [sys.executable, "-m", "plait.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 def test_cli_help_loads_nothing_that_only_a_command_needs():
@@ -60,26 +49,23 @@ def test_cli_help_names_no_file_of_the_repository(command, capsys):
     assert not re.search(r"\.md|Dockerfile|(serving|deploy|tests|loadtest|autoconfig)/", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
+def test_cli_completes_what_bash_asks_for(monkeypatch, capsys):
+    """Commands and options, by the script that `plait completion bash` prints; else bash offers files."""
+    assert root.main(["completion", "bash"]) == 0
+    script = f"{capsys.readouterr().out}complete -p plait"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "complete -o default -C 'plait --complete' plait\n"
+    for line, offered in (
         ("plait help ge", ["generate"]), ("plait tune re", ["report"]), ("plait models random --s", ["--seed"]),
         ("plait nosuch ", []), ("plait tune run p", []),
-    ],
-)  # fmt: skip
-def test_cli_completes_what_bash_asks_for(line, offered):
-    """Commands and options, by the script that `plait completion bash` prints; else bash offers files."""
-    script = (
-        f'plait() {{ {shlex.quote(sys.executable)} -m plait.cli.main "$@"; }}; eval "$(plait completion bash)"; '
-        "complete -p plait; COMP_LINE=$1 COMP_POINT=${#1} plait --complete plait x y"
-    )
-    done = subprocess.run(["bash", "-c", script, "bash", line], capture_output=True, text=True, timeout=60, check=True)
-    registered, *found = done.stdout.split("\n")
-    assert registered == "complete -o default -C 'plait --complete' plait"
-    assert [each for each in found if each] == offered
+    ):  # fmt: skip
+        monkeypatch.setenv("COMP_LINE", f"{line} more")
+        monkeypatch.setenv("COMP_POINT", str(len(line)))
+        assert root.main(["--complete", "plait", "x", "y"]) == 0
+        assert capsys.readouterr().out.split() == offered
 
 
-@pytest.mark.parametrize(("arguments", "unbuffered"), [(["--help"], "1"), (["models", "list"], "")])
+@pytest.mark.parametrize(("arguments", "unbuffered"), [(["--help"], "1"), (["completion", "bash"], "")])
 def test_cli_a_reader_that_has_had_enough_hears_no_complaint(arguments, unbuffered):
     """As `head` that has its lines."""
     reads, writes = os.pipe()

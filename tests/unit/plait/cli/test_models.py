@@ -36,20 +36,6 @@ def config(tmp_path):
     return path
 
 
-def test_the_list_knows_checkpoints_in_one_file(tmp_path, capsys):
-    """Their family by the names of their tensors."""
-    parts = ("model.diffusion_model.x", "first_stage_model.x", "conditioner.embedders.1.x")
-    write_safetensors(tmp_path / "xl.safetensors", parts)
-    write_safetensors(tmp_path / "no.safetensors", parts[:1])
-    models = {"xl": "./xl.safetensors", "no": "./no.safetensors"}
-    (tmp_path / "plait.yaml").write_text(yaml.safe_dump({"images": {"models": models}, "recommend": None}))
-    assert main(["models", "list", "--json", "--config", str(tmp_path / "plait.yaml")]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert [(it["name"], it["family"], it["format"]) for it in listed] == [
-        ("no", "unknown", "single file"), ("xl", "sdxl", "single file"),
-    ]  # fmt: skip
-
-
 def test_the_list_names_every_model_with_its_family_and_format(config, tmp_path, capsys):
     """Base, ControlNets, LoRAs and recommenders, each with where it lies."""
     assert main(["models", "list", "--json", "--config", str(config)]) == 0
@@ -128,13 +114,18 @@ def test_a_file_that_is_no_safetensors_has_no_tensors(tmp_path, raw):
 
 
 def test_all_base_models_are_listed_by_their_names(config, tmp_path, capsys):
-    """Families are mixed; of a LoRA it is then not known which one it is for."""
-    images = {"models": {"large": "./base", "starter": "emoji"}, "loras": {"folder": "loras"}, "controlnets": {}}
+    """Families are mixed, and of checkpoints in one file known by the names of their tensors; of a LoRA it is then not
+    known which one it is for."""
+    parts = ("model.diffusion_model.x", "first_stage_model.x", "conditioner.embedders.1.x")
+    write_safetensors(tmp_path / "xl.safetensors", parts)
+    write_safetensors(tmp_path / "no.safetensors", parts[:1])
+    models = {"large": "./base", "no": "./no.safetensors", "starter": "emoji", "xl": "./xl.safetensors"}
+    images = {"models": models, "loras": {"folder": "loras"}, "controlnets": {}}
     config.write_text(yaml.safe_dump({"images": images, "recommend": None}))
     assert main(["models", "list", "--json", "--config", str(config)]) == 0
-    found = [(it["name"], it["kind"], it["family"]) for it in json.loads(capsys.readouterr().out)]
-    assert found == [
-        ("large", "base", "sdxl"), ("starter", "base", "sd1"), ("a", "lora", "unknown"), ("b", "lora", "unknown")
+    assert [(it["name"], it["family"], it["format"]) for it in json.loads(capsys.readouterr().out)] == [
+        ("large", "sdxl", "diffusers"), ("no", "unknown", "single file"), ("starter", "sd1", "diffusers"),
+        ("xl", "sdxl", "single file"), ("a", "unknown", "peft"), ("b", "unknown", "kohya"),
     ]  # fmt: skip
 
 

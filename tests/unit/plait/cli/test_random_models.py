@@ -49,23 +49,22 @@ def test_a_model_a_controlnet_and_loras_are_listed_as_what_they_are(tmp_path, ca
     ]
 
 
-@pytest.mark.parametrize(("architecture", "family"), [("sd3.5-medium", "sd3"), ("flux.1-schnell", "flux1")])
-def test_a_transformer_and_its_loras_are_listed_as_what_they_are(architecture, family, tmp_path, capsys, monkeypatch):
+def test_a_transformer_and_its_loras_are_listed_as_what_they_are(tmp_path, capsys, monkeypatch):
     """As for the others: what training scripts write for it is known by its names; and they are merged, also into a
     file that is the transformer alone."""
-    assert main(["models", "random", architecture, "--out", "base"]) == 0
+    assert main(["models", "random", "flux.1-schnell", "--out", "base"]) == 0
     for layout in ("peft", "kohya"):
         out = f"loras/{layout}.safetensors"
-        assert main(["models", "random", architecture, "--lora", layout, "--rank", "2", "--out", out]) == 0
+        assert main(["models", "random", "flux.1-schnell", "--lora", layout, "--rank", "2", "--out", out]) == 0
     images = {"model": "./base", "loras": {"folder": "loras"}}
     (tmp_path / "plait.yaml").write_text(yaml.safe_dump({"images": images, "recommend": None}))
     capsys.readouterr()
     assert main(["models", "list", "--config", "plait.yaml", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [(entry["kind"], entry["family"], entry["format"]) for entry in entries] == [
-        ("base", family, "diffusers"),
-        ("lora", family, "kohya"),
-        ("lora", family, "peft"),
+        ("base", "flux1", "diffusers"),
+        ("lora", "flux1", "kohya"),
+        ("lora", "flux1", "peft"),
     ]
     loras = ("--lora", "peft", "--lora", "kohya:0.5")
     assert main(["models", "merge", "base", *loras, "--config", "plait.yaml", "--out", "merged"]) == 0
@@ -92,7 +91,6 @@ def test_a_tiny_model_has_the_published_parts(tmp_path, capsys):
     ("arguments", "code", "says"),
     [
         (["sd99", "--out", "x"], 2, "'sd99' is not one of 'sd15', 'sd21'"),
-        (["sd15", "--out", "x", "--dtype", "int8"], 2, "'int8' is not one of 'float16'"),
         (["sd15", "--out", "x.safetensors", "--lora", "peft", "--rank", "0"], 2, "must be at least 1"),
         (["sd15", "--out", "x", "--rank", "4"], 2, "--rank: is for --lora only"),
         (["sd15", "--out", "x", "--lora", "kohya"], 2, "--out: x is no .safetensors file"),

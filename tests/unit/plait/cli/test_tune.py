@@ -70,21 +70,18 @@ def test_cli_tune_status_lists_every_measurement(done: Path, capsys: pytest.Capt
     assert [row["kind"] for row in document["rows"]].count("trial") == 3
 
 
-def test_cli_tune_best_prints_the_knobs(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the names of the deployments, as YAML or JSON."""
-    assert root.main(["tune", "best", str(done)]) == 0
-    shown = yaml.safe_load(capsys.readouterr().out)
-    assert set(shown) == {"engine.threads", "engine.largest_batch"}
-    assert root.main(["tune", "best", str(done), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == shown
-
-
-def test_cli_tune_apply_shows_and_writes(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The difference first, the file only without --dry-run; its comments stay."""
+def test_cli_tune_best_is_what_apply_shows_and_writes(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Knobs by the names of the deployments, as YAML or JSON. Of a file the difference first, the file itself only
+    without --dry-run; its comments stay."""
     config = tmp_path / "plait.yaml"
     config.write_text(CONFIG)
-    root.main(["tune", "best", str(done), "--json"])
+    assert root.main(["tune", "best", str(done), "--json"]) == 0
     knobs = json.loads(capsys.readouterr().out)
+    assert set(knobs) == {"engine.threads", "engine.largest_batch"}
+    assert root.main(["tune", "best", str(done)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == knobs
     assert root.main(["tune", "apply", str(done), str(config), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert config.read_text() == CONFIG

@@ -16,28 +16,8 @@ from plait.errors import PlaitError
 from plait.offline.inventory import inventory
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
-from plait_serving.starter.manifest import WEIGHTS, write_manifest
+from plait_serving.starter.manifest import WEIGHTS
 from support.families import opened
-
-
-@pytest.fixture
-def starter(tmp_path):
-    (tmp_path / "a.bin").write_bytes(b"weights")
-    write_manifest(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("name", "raw"), [("a.bin", b"other"), ("a.bin", b""), ("MANIFEST.json", b""), ("MANIFEST.json", b"[]")]
-)
-def test_cli_doctor_finds_harmed_starter_files(starter, name, raw):
-    """A changed or missing file, or no readable manifest, is a failure that names it."""
-    (starter / name).unlink()
-    if raw:
-        (starter / name).write_bytes(raw)
-    (finding,) = models.check_starter(starter)
-    assert finding.verdict is CheckStatus.FAIL
-    assert name.removesuffix(".json").lower() in finding.detail.lower()
 
 
 @pytest.fixture
@@ -76,36 +56,17 @@ def test_cli_doctor_looks_at_every_lora_that_is_served(config):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("harm", ["changed", "not listed"])
-def test_cli_doctor_finds_harmed_packages(config, harm):
+def test_cli_doctor_finds_harmed_packages(config):
     """The sums in package.json are compared, and what it lists must be what a worker opens."""
-    folder = config.parent / "picks"
-    file = max((it for it in folder.iterdir() if it.name != "package.json"), key=lambda it: it.stat().st_size)
-    if harm == "changed":
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-    else:
-        manifest = json.loads((folder / "package.json").read_text())
-        del manifest["files"]["hn.json"]
-        (folder / "package.json").write_text(json.dumps(manifest))
-    (found,) = problems(config)
-    assert {"changed": file.name, "not listed": "hn.json"}[harm] in found.detail
-
-
-def test_cli_doctor_checks_all_folders(config):
-    """Those that are not there, and two names for one, each in a sentence that says which."""
-    config.write_text(
-        "images: {models: {a: ./base, gone: ./gone, b: ./base}, loras: {folder: gone}}\n"
-        "recommend: {models: {films: {folder: gone}}}\n"
-    )
-    found, gone = {it.detail for it in problems(config)}, config.parent / "gone"
-    assert found == {
-        f"b and a are both {config.parent / 'base'}",
-        f"images.models.gone: {gone}: there is no such folder",
-        f"images.loras.folder: {gone}: there is no such folder",
-        f"recommend.models.films.folder: {gone}: there is no such folder",
-    }
+    file, listed = config.parent / "picks" / "cn.json", config.parent / "picks" / "package.json"
+    whole = file.read_text()
+    file.write_text(f"{whole} ")
+    assert ["cn.json" in found.detail for found in problems(config)] == [True]
+    file.write_text(whole)
+    manifest = json.loads(listed.read_text())
+    del manifest["files"]["hn.json"]
+    listed.write_text(json.dumps(manifest))
+    assert ["hn.json" in found.detail for found in problems(config)] == [True]
 
 
 def test_cli_doctor_checks_checkpoints_in_one_file(config):
@@ -167,17 +128,7 @@ def test_shards_must_hold_the_tables(config, memory_gb, verdict):
     assert ("2 shards" if verdict is CheckStatus.OK else "do not fit into 2 shards") in found.detail
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ("base", "unet: safetensors"), ("noto", "noto.safetensors: a LoRA, "), ("picks", "picks: {here}/picks, intact"),
-        ("mine", "more/mine/unet: safetensors"), ("hub", "hub: checked when it is fetched"),
-        ("{here}/base", "unet: safetensors"), ("{here}/picks", "picks, intact"),
-        ("{here}/loras/noto.safetensors", "noto.safetensors: a LoRA, "), ("{here}/edges", "edges: safetensors"),
-        ("{here}/saved", "pytorch_lora_weights.safetensors: a LoRA, "),
-    ],
-)  # fmt: skip
-def test_one_model_is_checked_by_name_or_by_path(config, asked, says):
+def test_one_model_is_checked_by_name_or_by_path(config):
     """Each kind: a base model, also in the folder of models, a LoRA, a ControlNet and a package."""
     here = config.parent
     shutil.copytree(WEIGHTS / "controlnets" / "edges", here / "edges")
@@ -189,18 +140,23 @@ def test_one_model_is_checked_by_name_or_by_path(config, asked, says):
         f"images: {{models: {{base: ./base, hub: {hub}}}, models_folder: more, loras: {{folder: loras}}}}\n"
         "recommend: {models: {picks: {folder: picks}}}\n"
     )
-    found = list(models.check_model(load_config(config), asked.format(here=here)))
-    assert {it.verdict for it in found} == {CheckStatus.OK}
-    assert any(says.format(here=here) in it.detail for it in found)
+    for asked, says in (
+        ("base", "unet: safetensors"), ("noto", "noto.safetensors: a LoRA, "), ("mine", "more/mine/unet: safetensors"),
+        ("picks", f"picks: {here}/picks, intact"), ("hub", "hub: checked when it is fetched"),
+        (f"{here}/base", "unet: safetensors"), (f"{here}/picks", "picks, intact"),
+        (f"{here}/loras/noto.safetensors", "noto.safetensors: a LoRA, "), (f"{here}/edges", "edges: safetensors"),
+        (f"{here}/saved", "pytorch_lora_weights.safetensors: a LoRA, "),
+    ):  # fmt: skip
+        found = list(models.check_model(load_config(config), asked))
+        assert {it.verdict for it in found} == {CheckStatus.OK}
+        assert any(says in it.detail for it in found), asked
 
 
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
         ("base/unet/config.json", ["base/unet/config.json: missing"] * 2),
-        ("base/model_index.json", ["no diffusers folder: it has no model_index.json"] * 2),
         ("base/scheduler", ["base/scheduler: there is no such folder"] * 2),
-        ("base/tokenizer", ["base/tokenizer: there is no such folder"] * 2),
         ("picks/package.json", ["picks is no packaged model", "no diffusers folder"]),
         ("picks/cn.json", ["cn.json missing or changed"] * 2),
     ],

@@ -57,6 +57,7 @@ def test_a_folder_of_pickles_is_found(doctor, tmp_path):
     assert "safe_serialization" in found["advice"]
 
 
+@pytest.mark.usefixtures("doctor")
 def test_the_port_is_that_of_the_file(tmp_path, capsys):
     """Unless another one is named."""
     with socket.create_server(("127.0.0.1", 0)) as other:

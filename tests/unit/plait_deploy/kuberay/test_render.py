@@ -150,9 +150,6 @@ def test_manifests_are_the_golden_ones(render, monkeypatch, name):
 def test_kubernetes_accepts_every_object_and_every_pod(render, name):
     """Claims, policies and budgets, and the pods inside the RayService, by Kubernetes' strict schemas."""
     objects = documents(render(FILES[name])[1].out)
-    assert {"PersistentVolumeClaim", "NetworkPolicy", "PodDisruptionBudget", "RayService"} <= {
-        it["kind"] for it in objects
-    }
     assert [problem for it in objects for problem in kubernetes_problems(it)] == []
 
 
@@ -188,67 +185,18 @@ def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
     assert (asked["engine"].num_gpus, asked["engine"].num_cpus, asked["hn-shop"].num_gpus) == (1, 4, 0.5)
 
 
-def test_times_outlast_the_longest_request(render):
-    """A pod that is asked to end, and a cluster that was replaced, stay longer than any request may run."""
-    (service,) = documents(render("server: {drain_s: 1800}\n")[1].out, "RayService")
-    assert service["spec"]["rayClusterDeletionDelaySeconds"] > 1800
-    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
-        pod = group["template"]["spec"]
-        _, seconds = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        environment = {it["name"]: it["value"] for it in pod["containers"][0]["env"]}
-        ray_drains_s = float(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-        assert int(seconds) > 1800
-        assert int(seconds) + ray_drains_s + 15 <= pod["terminationGracePeriodSeconds"]
-
-
 def test_pods_of_one_workload_are_ready_by_it_alone(render):
-    """A ranker that is down takes no image pods off the list, and no engine the ranking ones."""
-    (service,) = documents(render(FILES["split"])[1].out, "RayService")
-    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    paths = {it["groupName"]: _probed(it) for it in groups}
-    assert paths == {"cpu": "/health?workload=ranking", "gpu": "/health"}  # engines and HNs share the GPUs
-    only = documents(render("recommend: null\n")[1].out, "RayService")[0]
-    (group,) = only["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    assert _probed(group) == "/health?workload=images"
-
-
-def _probed(group):
-    return group["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"]
-
-
-def test_each_container_is_confined_as_the_profile_restricted_asks(render):
-    """The autoscaler's too, whose context KubeRay takes from its options."""
-    (service,) = documents(render(FILES["split"])[1].out, "RayService")
-    cluster = service["spec"]["rayClusterConfig"]
-    templates = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    for spec in (it["template"]["spec"] for it in templates):
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        contexts = [it["securityContext"] for it in spec["containers"]]
-        for context in (*contexts, cluster["autoscalerOptions"]["securityContext"]):
-            assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-def test_only_the_operator_reaches_the_dashboard(render):
-    """No object of ours is a Service, and the policy opens 8265 to the operator's namespace alone."""
-    objects = documents(render(SPLIT)[1].out)
-    assert [it for it in objects if it["kind"] == "Service"] == []
-    (policy,) = [it for it in objects if it["kind"] == "NetworkPolicy"]
-    openings = [
-        rule["from"] for rule in policy["spec"]["ingress"] if any(it["port"] == 8265 for it in rule.get("ports", []))
-    ]
-    namespace = {"matchLabels": {"kubernetes.io/metadata.name": "kuberay-system"}}
-    assert openings == [[{"namespaceSelector": namespace}]]
-    everything = [rule["from"] for rule in policy["spec"]["ingress"] if "ports" not in rule]
-    assert everything == [[{"podSelector": {"matchLabels": {"plait-service": "shop"}}}]]
+    """A ranker that is down takes no image pods off the list; where both run, `split.yaml` shows it."""
+    (service,) = documents(render("recommend: null\n")[1].out, "RayService")
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health?workload=images"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("deploy: {imag: x}", "deploy.imag: unknown key"),
         ("deploy: {gpu: {gpu: 2}}", "deploy.gpu.gpu: unknown key"),
-        ("deploy: {name: Plait}", "deploy.name"),
         ("deploy: {name: %s}" % ("a" * 48), "deploy.name"),
         ("images: {num_gpus: 4}", "engine wants 0.4 cores and 4 GPUs, and a pod of deploy.gpu has 8 and 1"),
         ("images: {num_cpus: 6}", "engine wants 6 cores, and a pod of deploy.cpu has 4: it fits no node"),

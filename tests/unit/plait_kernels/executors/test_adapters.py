@@ -1,4 +1,4 @@
-"""Which layers take factors, and which factors a call takes."""
+"""Which layers take no factors, and what their twin shares with a module; `test_difference` has those that do."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ from support.executors import small_block, small_computation
 
 
 @pytest.mark.parametrize(
-    ("module", "widths"),
+    "module",
     [
-        (nn.Linear(2, 3), (2, 3)),
-        (nn.Conv2d(2, 3, 1), (2, 3)),
-        (nn.Conv2d(2, 3, 3, padding=1), (18, 3)),
-        (nn.Conv2d(2, 3, (1, 2), stride=2), (4, 3)),
-        (nn.Conv2d(2, 4, 1, groups=2), None),
-        (nn.Conv2d(2, 3, 3, dilation=2), None),
-        (nn.Conv2d(2, 3, 3, padding="same"), None),
-        (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), None),
-        (nn.LayerNorm(2), None),
+        nn.Conv2d(2, 4, 1, groups=2),
+        nn.Conv2d(2, 3, 3, dilation=2),
+        nn.Conv2d(2, 3, 3, padding="same"),
+        nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        nn.LayerNorm(2),
     ],
     ids=str,
 )
-def test_linear_layers_and_plain_convolutions_are_adapted(module, widths):
-    """Nothing else; a convolution's width is that of its windows."""
-    layer = adapted_layer("it", module)
-    assert (layer and (layer.width_in, layer.width_out)) == widths
+def test_other_layers_than_linear_ones_and_plain_convolutions_are_not_adapted(module):
+    """Their factors would compute something else."""
+    assert adapted_layer("it", module) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -56,26 +56,26 @@ def watched(auditor: Auditor, program: TorchProgram) -> AuditedProgram:
     return audited
 
 
-def test_a_program_that_is_wrong_once_in_a_hundred_shapes_is_found(tmp_path, caplog):
+def test_a_program_that_is_wrong_at_one_shape_of_many_is_found(tmp_path, caplog):
     """Its wrong answer goes out once; from then on torch runs that shape, and no other. Both answers are kept."""
     auditor = auditor_in(tmp_path / "audit")
     program = WrongSomewhere(lambda inputs: inputs[0].shape[2:] == (6, 9))
     audited = watched(auditor, program)
-    sides = [(height, width) for height in range(2, 12) for width in range(3, 13)]
+    sides = [(height, width) for height in range(4, 8) for width in range(7, 11)]
     with caplog.at_level(logging.ERROR):
         for height, width in sides:
             audited.run(small_inputs(1, height, width))
         auditor.wait()
     found = auditor.statistics()
-    assert (found.checked, found.drifted, found.skipped, found.failed) == (100, 1, 0, 0)
+    assert (found.checked, found.drifted, found.skipped, found.failed) == (16, 1, 0, 0)
     assert found.largest > 1.0
     assert ["[1, 6, 6, 9]" in record.message for record in caplog.records] == [True]
-    before = program.calls
+    before, torchs = program.calls, reference()
     for height, width in sides:
         inputs = small_inputs(1, height, width, seed=5)
-        for ours, wanted in zip(audited.run(inputs), reference().run(inputs), strict=True):
+        for ours, wanted in zip(audited.run(inputs), torchs.run(inputs), strict=True):
             assert torch.equal(ours, wanted)
-    assert program.calls == before + 99
+    assert program.calls == before + 15
     (path,) = (tmp_path / "audit").iterdir()
     kept = load_file(path)
     assert torch.equal(kept["input.0"], small_inputs(1, 6, 9)[0])
@@ -113,8 +113,7 @@ def test_a_shape_is_audited_once_and_then_one_call_in_so_many():
     assert audited.layers == reference().layers
 
 
-@pytest.mark.parametrize("output", [0, -1])
-@pytest.mark.parametrize("error", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("error", "output"), [(float("nan"), 0), (float("inf"), -1)])
 def test_what_is_no_number_drifts(error, output):
     """NaN and infinity are no answers of torch here, whichever output has them."""
     auditor = auditor_in()

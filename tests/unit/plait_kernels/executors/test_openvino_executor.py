@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -146,9 +145,10 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
 def recurs(program, block, rows, factors=None):
     """Calls of one shape until it has a copy or never will; all answers are the module's."""
     inputs = small_inputs(rows, 4, 4)
+    wanted = by_hand(block, inputs, factors)
     for _ in range(36):
-        for got, wanted in zip(program.run(inputs, factors), by_hand(block, inputs, factors), strict=True):
-            assert float((got - wanted).abs().max()) < 1e-4
+        for got, truth in zip(program.run(inputs, factors), wanted, strict=True):
+            assert float((got - truth).abs().max()) < 1e-4
         background.wait()
 
 
@@ -302,45 +302,34 @@ def test_a_single_pixel_may_come_first(attention, restarted):
     computes(program, module, 1, 4, 1, 6)
 
 
-def test_a_process_that_ends_while_a_module_is_converted_ends_well(tmp_path):
-    """It waits for the thread: cut off inside OpenVINO it would abort."""
-    code = """
-import sys
+SIGNALLED = """
+import gc, os, signal, sys, threading
 from pathlib import Path
 from plait_kernels.executors import background
 from support.executors import openvino_at, small_block, small_computation
-executor = openvino_at(Path(sys.argv[1]))
-background.start("plait-prepare", lambda: executor.prepare("k", lambda: small_computation(small_block())))
-"""
-    assert run_in_another_process(code, tmp_path) == ""
-    assert entries(tmp_path) == ["k"]
-
-
-def test_a_signal_reaches_who_loaded_the_first_program_after_another_thread_dropped_it(converted):
-    """OpenVINO's plugin takes the first thread's signal stack with it when it is unloaded: the signal would kill."""
-    code = """
-import gc, os, signal, sys, threading
-from pathlib import Path
-from support.executors import openvino_at
-programs = [openvino_at(Path(sys.argv[1])).open("k")]
+there, new = map(Path, sys.argv[1:])
+programs = [openvino_at(there).open("k")]
 dropper = threading.Thread(target=lambda: (programs.clear(), gc.collect()))
 dropper.start()
 dropper.join()
 signal.signal(signal.SIGINT, lambda *_: print("heard", end=""))
 os.kill(os.getpid(), signal.SIGINT)
+executor = openvino_at(new)
+background.start("plait-prepare", lambda: executor.prepare("k", lambda: small_computation(small_block())))
 """
-    assert run_in_another_process(code, converted) == "heard"
 
 
-def run_in_another_process(code: str, folder: Path) -> str:
-    """Return what it prints. It has to end well."""
+def test_a_process_lives_until_it_is_done(converted, tmp_path):
+    """A signal reaches who loaded the first program after another thread dropped it: OpenVINO's plugin takes the first
+    thread's signal stack with it when it is unloaded, and the signal would kill. A process that ends while a module is
+    converted waits for the thread: cut off inside OpenVINO it would abort."""
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True, check=False,
+        [sys.executable, "-c", SIGNALLED, converted, tmp_path], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    assert (ended.returncode, ended.stdout) == (0, "heard"), ended.stderr
+    assert entries(tmp_path) == ["k"]
 
 
 def test_the_code_that_is_kept_for_new_sizes_is_bounded(tmp_path, block, compiled):
@@ -356,12 +345,12 @@ def test_what_a_large_shape_took_goes_back(converted, block, monkeypatch):
         openvino_program.ov.CompiledModel, "release_memory", lambda self: (released.append(self), release(self))
     )
     program = openvino_at(converted, copies_bytes=0).open("k")
+    given = {(height, width): small_inputs(1, height, width) for height, width in ((16, 16), (16, 9), (8, 8), (4, 4))}
+    wanted = {size: by_hand(block, inputs)[0] for size, inputs in given.items()}
 
     def run(*sizes):
-        for height, width in sizes:
-            inputs = small_inputs(1, height, width)
-            got, wanted = program.run(inputs)[0], by_hand(block, inputs)[0]
-            assert float((got - wanted).abs().max()) < 1e-4
+        for size in sizes:
+            assert float((program.run(given[size])[0] - wanted[size]).abs().max()) < 1e-4
 
     run((16, 16), *[(8, 8)] * 127, (16, 9), *[(4, 4)] * 127)
     assert released == []

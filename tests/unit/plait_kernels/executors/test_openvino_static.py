@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -106,16 +102,3 @@ def test_what_no_program_takes_is_refused(program, module):
     given = Computation(module=Nonzero(), inputs=(InputSpec(name="x", shape=(None, 2)),), example=(torch.ones(2, 2),))
     with pytest.raises(ExecutorError, match="shape"):
         StaticPrograms(given).compile([(4, 2)], ONE)
-
-
-def test_openvino_reports_nothing_and_starts_nothing():
-    """Its import would fork this process from another thread to send a message."""
-    script = (
-        "import os, sys, threading; os.fork = lambda: print('forked');"
-        "from plait_kernels.executors.openvino_core import core; core();"
-        "print(threading.active_count(), sys.modules['openvino_telemetry'])"
-    )
-    made = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={**os.environ, "CI": ""}
-    )
-    assert made.stdout == "1 None\n"

@@ -16,7 +16,6 @@ from plait_kernels.group_norm_silu import reference, triton_impl  # after the sk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = {"reference": reference.group_norm_silu, "triton": triton_impl.group_norm_silu}
-LAYOUTS = ("contiguous", "channels_last", "strided")
 
 
 @pytest.fixture(params=FORMS)
@@ -34,39 +33,34 @@ def test_the_definition_is_torchs():
 
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 def test_every_form_is_the_formula(norm, shape):
-    """One rounding from fp64, on odd shapes in the layout that has blocks of channels, into poisoned memory; the other
-    has a program for each channel, whatever their number."""
+    """One rounding from fp64, on odd shapes, into poisoned memory."""
     for i, dtype in enumerate(DTYPES):
         check_norm(norm, norm_case(shape, dtype, DEVICE, layout="channels_last", addend=i != 1), silu=i != 2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_far_from_zero_keep_their_variance(norm, layout):
+def test_values_far_from_zero_keep_their_variance(norm):
     """A mean of ten thousand standard deviations: sums of squares would leave nothing of it in fp32."""
-    check_norm(norm, norm_case((1, 8, 16, 16, 2), torch.float32, DEVICE, layout=layout, offset=1e4))
+    check_norm(norm, norm_case((1, 8, 16, 16, 2), torch.float32, DEVICE, offset=1e4))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_far_value_spoils_no_other_group(norm, layout):
+def test_one_far_value_spoils_no_other_group(norm):
     """An outlier, first of its piece: the value that the others' distances are taken of."""
-    case = norm_case((1, 6, 9, 9, 2), torch.float32, DEVICE, layout=layout)
+    case = norm_case((1, 6, 9, 9, 2), torch.float32, DEVICE)
     case["x"][0, 0, 0, 0] = 3e4
     check_norm(norm, case)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_constant_image_is_the_bias(norm, layout):
+def test_a_constant_image_is_the_bias(norm):
     """Variance zero divides by sqrt(eps), not by zero: what equals the mean gives the bias exactly."""
-    case = norm_case((1, 8, 4, 4, 2), torch.float32, DEVICE, layout=layout)
+    case = norm_case((1, 8, 4, 4, 2), torch.float32, DEVICE)
     case["x"] = torch.full_like(case["x"], 0.7)
     y = norm(**case, silu=False)
     assert torch.allclose(y, case["bias"][None, :, None, None].expand_as(y), atol=2e-4, rtol=0)
 
 
 def test_more_pixels_than_one_piece_holds(norm):
-    """Several pieces, several tiles a piece, the last one ragged."""
-    for layout in ("contiguous", "channels_last"):
-        check_norm(norm, norm_case((1, 10, 101, 47, 2), torch.float32, DEVICE, layout=layout, addend=True))
+    """Several pieces, two tiles a piece, the last one ragged."""
+    check_norm(norm, norm_case((1, 130, 37, 31, 1), torch.float32, DEVICE, layout="channels_last", addend=True))
 
 
 @pytest.mark.parametrize(
@@ -85,10 +79,10 @@ def test_shapes_that_do_not_fit_are_refused(norm, change, reason):
         norm(**{**case, **change})
 
 
-@settings(fuzz, max_examples=40)  # the interpreter takes a while for a program per channel
+@settings(fuzz, max_examples=40)
 @given(norm_cases(DEVICE))
 def test_forms_do_not_differ(case):
-    """All forms, on whatever hypothesis thinks of."""
+    """All forms, in every layout, on whatever hypothesis thinks of."""
     for form in FORMS.values():
         check_norm(form, case)
 

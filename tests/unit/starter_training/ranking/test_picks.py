@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from plait_disagg.package import open_package
 from plait_disagg.values import RankRequest
-from plait_serving.starter.manifest import manifest_problems
-from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, build, item_names, items
+from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, build, item_names
 from plait_serving.starter.words import GENRES
 from starter_training.ranking.films import make_catalog
 from starter_training.ranking.train import PicksRecipe, auc, judge, train_picks
@@ -48,16 +47,10 @@ def test_training_is_reproducible_and_learns(tmp_path: Path):
     assert states["a"][0] != states["c"][0]
 
 
-def test_what_was_shipped_is_whole():
-    """The state and the films are there, small, and as the manifest lists them."""
-    assert sum((FOLDER / name).stat().st_size for name in (STATE, ITEMS)) < 1 << 20
-    assert manifest_problems(FOLDER.parent) == []
-
-
-def person(rows: int, *, liked: tuple[str, ...] = (), history: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+def person(rows: int) -> dict[str, torch.Tensor]:
     """One person's inputs, repeated for every row."""
-    genres = torch.tensor([GENRES.index(genre) for genre in liked], dtype=torch.int64)
-    seen = torch.tensor(history, dtype=torch.int64)
+    genres = torch.tensor([GENRES.index(genre) for genre in ("drama", "crime")])
+    seen = torch.tensor([3, 4])
     return {
         "age_band": torch.full((rows,), 2),
         "liked_genres": genres.repeat(rows),
@@ -75,26 +68,11 @@ def test_the_package_is_the_trained_model():
     assert package.items is not None
     shown = torch.tensor([5, 1999, 0, 77])
     film = package.items.gather(shown)
-    someone = person(1, liked=("drama", "crime"), history=(3, 4))
-    request = RankRequest(request_id="", model="picks", candidates=4, tensors=someone | film)
+    request = RankRequest(request_id="", model="picks", candidates=4, tensors=person(1) | film)
     scores = package.dense().run(package.sparse().run([request]), [4])["score"]
-    wanted = model(**person(4, liked=("drama", "crime"), history=(3, 4)), **film)["score"]
+    wanted = model(**person(4), **film)["score"]
     torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-6)
     assert package.items.names([77]) == [item_names()[77]]
-
-
-@pytest.mark.parametrize("genre", ["western", "horror", "comedy"])
-def test_picks_follow_taste(genre: str):
-    """Somebody who likes a genre gets mostly films of it: at least 14 of the best 20."""
-    model, _ = build()
-    arrays = items()
-    catalog = make_catalog(FILMS)
-    best = {}
-    for liked in (genre, "music"):
-        scores = model(**person(FILMS, liked=(liked,)), **arrays)["score"]
-        best[liked] = catalog.genres[scores.topk(20).indices.numpy(), GENRES.index(genre)].sum()
-    assert best[genre] >= 14
-    assert best["music"] <= 10
 
 
 def test_the_shipped_model_comes_near_the_law():

@@ -45,15 +45,15 @@ class Server(AppServer):
         self.url = f"http://127.0.0.1:{self.port}"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     found = Server()
     yield found
     found.stop()
 
 
-def ranking(server: Server) -> Scenario:
-    target = {"url": server.url, "api": "infer", "model": "m"}
+def ranking(url: str) -> Scenario:
+    target = {"url": url, "api": "infer", "model": "m"}
     mix = [{"candidates": {"3": 1}, "binary": False, "inputs": [{"name": "item", "ids": 9}]}]
     return load_scenario({"name": "rank", "target": target, "mix": mix, "duration_s": 5}, {})
 
@@ -82,10 +82,10 @@ def test_scores_drift_by_their_largest_difference(server, tmp_path, monkeypatch,
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(urllib.request, "_opener", None)  # what it knows of proxies
     server.answer = scores(0.0)
-    assert quality_drift([ranking(server)], tmp_path, is_default=True) == 0.0
+    assert quality_drift([ranking(server.url)], tmp_path, is_default=True) == 0.0
     server.answer = scores(0.25, binary=binary)
-    assert quality_drift([ranking(server)], tmp_path, is_default=False) == pytest.approx(0.25, abs=1e-6)
-    assert quality_drift([ranking(server)], tmp_path, is_default=True) == pytest.approx(0.25, abs=1e-6)
+    assert quality_drift([ranking(server.url)], tmp_path, is_default=False) == pytest.approx(0.25, abs=1e-6)
+    assert quality_drift([ranking(server.url)], tmp_path, is_default=True) == pytest.approx(0.25, abs=1e-6)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -111,19 +111,18 @@ def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path,
     assert len(set(asked)) == 4
 
 
-def test_what_can_not_be_compared_is_a_failure(server: Server, tmp_path: Path):
+def test_what_can_not_be_compared_is_a_failure(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """No default yet, an error, another form, nobody there."""
     server.answer = scores(0.0)
     with pytest.raises(NoAnswer, match="the default has not answered"):
-        quality_drift([ranking(server)], tmp_path, is_default=False)
-    quality_drift([ranking(server)], tmp_path, is_default=True)
+        quality_drift([ranking(server.url)], tmp_path, is_default=False)
+    quality_drift([ranking(server.url)], tmp_path, is_default=True)
     server.answer = lambda _: ({}, json.dumps({"outputs": [{"name": "score", "data": [1.0]}]}).encode())
     with pytest.raises(NoAnswer, match="another form"):
-        quality_drift([ranking(server)], tmp_path, is_default=False)
-    server.status, server.answer = 503, lambda _: ({}, b"busy")
+        quality_drift([ranking(server.url)], tmp_path, is_default=False)
+    server.answer = lambda _: ({}, b"busy")
+    monkeypatch.setattr(server, "status", 503)
     with pytest.raises(NoAnswer, match="503: busy"):
-        quality_drift([ranking(server)], tmp_path, is_default=False)
-    gone = ranking(server)
-    server.stop()
+        quality_drift([ranking(server.url)], tmp_path, is_default=False)
     with pytest.raises(NoAnswer, match="not answered"):
-        quality_drift([gone], tmp_path, is_default=False)
+        quality_drift([ranking("http://127.0.0.1:9")], tmp_path, is_default=False)
