@@ -6,7 +6,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from plait_fabric import (
     PeerLost,
     ProtocolViolation,
     RecvTimeout,
+    SendTimeout,
     Unsupported,
     connect,
     listen,
@@ -53,14 +53,9 @@ def library() -> None:
 
 @pytest.mark.usefixtures("library")
 class TestNixl(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):
-    """Messages of a few bytes by the socket, others written by whatever UCX finds on this machine."""
+    """Small messages by the socket, large ones by whatever UCX finds on this machine."""
 
     scheme = "nixl"
-
-    def _connected(
-        self, address: str, options: FabricOptions | None = None
-    ) -> AbstractContextManager[tuple[Channel, Channel]]:
-        return super()._connected(address, replace(options or FabricOptions(), one_sided_from_bytes=64))
 
     def test_transports_that_do_not_exist(self) -> None:
         """Transports that UCX cannot start with are an error that names them."""
@@ -74,6 +69,53 @@ def raw(library: None, request: pytest.FixtureRequest) -> Iterator[RawEnds]:
     """Two ends that write every message, over TCP and over the best that there is."""
     with raw_ends("nixl", replace(ONE_SIDED, nixl_transport=TRANSPORTS[request.param])) as made:
         yield made
+
+
+@pytest.fixture
+def ends(raw: RawEnds) -> tuple[Channel, Channel]:
+    """The same, where messages are all that is sent."""
+    return raw.client, raw.server
+
+
+def test_written_messages_arrive_in_order(ends: tuple[Channel, Channel]) -> None:
+    """Messages of any size and number of buffers, leases among them, arrive bit for bit and in order, both ways."""
+    for sender, receiver in (ends, ends[::-1]):
+        with ThreadPoolExecutor(1) as threads:
+
+            def send_all(sender: Channel = sender) -> None:
+                for number, nbytes in enumerate((1, 65, 100_001, 7, 300_000)):
+                    lease = sender.pool.acquire(nbytes)
+                    lease.write(bytes([number]) * nbytes)
+                    sender.send({"number": number}, [b"head", lease, b"", bytes([number]) * 3])
+                sender.send({"number": "last"})
+
+            sent = threads.submit(send_all)
+            for number, nbytes in enumerate((1, 65, 100_001, 7, 300_000)):
+                with receiver.recv(WAIT_S) as message:
+                    assert message.header == {"number": number}
+                    got = [bytes(buffer) for buffer in message.buffers]
+                    assert got == [b"head", bytes([number]) * nbytes, b"", bytes([number]) * 3]
+            assert receiver.recv(WAIT_S).header == {"number": "last"}
+            sent.result(WAIT_S)
+        assert eventually(lambda sender=sender: sender.pool.statistics().leases == 0)  # type: ignore[misc]
+
+
+def test_a_window_of_unreleased_messages_stops_the_sender(ends: tuple[Channel, Channel]) -> None:
+    """Without a release the sender is stopped by its window and the peer's memory, and goes on after one."""
+    client, server = ends
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(ONE_SIDED.in_flight_messages):
+            sent = threads.submit(client.send, {}, [bytes(1_000)])
+            held = server.recv(WAIT_S)
+            sent.result(WAIT_S)
+        with pytest.raises(SendTimeout) as caught:
+            client.send({}, [bytes(1_000)], timeout_s=0.05)
+        assert caught.value.channel_usable
+        held.release()
+        sent = threads.submit(client.send, {"n": 1}, [bytes(1_000)])
+        with server.recv(WAIT_S) as message:
+            assert message.header == {"n": 1}
+        sent.result(WAIT_S)
 
 
 def test_an_announced_message_survives_a_timeout(raw: RawEnds) -> None:
