@@ -39,7 +39,7 @@ def test_scores_are_those_of_the_program(configuration):
     """Eagerly, captured, again where a larger one came, replayed; one user and several; what the last batch left in a
     graph does not show."""
     half, graphs = configuration.package.dense(), make_graphs(configuration)
-    for seed, candidates in enumerate(BATCHES * 2):
+    for seed, candidates in enumerate(BATCHES * 3):
         given = crossing(configuration, candidates, seed)
         wanted = half.run(given, candidates)
         made = graphs.run(given, len(candidates), sum(candidates))

@@ -152,12 +152,13 @@ class TestChoice:
 
     def test_what_would_take_too_much_memory_and_all_without_openvino_stays_with_torch(self, tower, monkeypatch):
         """By an estimate from the shapes: nothing is converted."""
-        for half in (half_of(tower.package, max_bytes_of_one=1000), half_of(tower.package)):
+        small = half_of(tower.package, max_bytes_of_one=1000)
+        monkeypatch.setattr(prepared, "available", lambda: False)
+        for half in (small, half_of(tower.package)):
             with programs_win():
                 for _ in range(5):
                     run(half, tower, 8)
             assert half.programs.batches == 0
-            monkeypatch.setattr(prepared, "available", lambda: False)
 
     def test_an_exact_package_and_another_device_have_no_programs(self, tmp_path):
         """`--no-tile` promises bits."""
