@@ -218,7 +218,7 @@ class TestConformance:
         first step of that session alone."""
         ask = _ask(1, width=48)
         with pytest.raises(RequestError):
-            client.open(image=np.zeros((4, 4), dtype=np.uint8), conditioning=ask.conditioning, width=32, height=32)
+            client.open(image=np.zeros((4, 4), dtype=np.uint8), conditioning=_ask(1).conditioning, width=32, height=32)
         try:
             session = ask.open(client)
         except ModelError:
