@@ -100,6 +100,16 @@ def test_no_batch_lowers_rows_per_second(table, count, running):
     assert speed >= 1 / table[0]
 
 
+def test_an_urgent_deadline_goes_first_and_a_lost_one_does_not():
+    """A deadline that can still be met beats fuller groups; one that is lost does not."""
+    limits = BatchLimits(largest_batch=8, overtake_limit=100)
+    crowd = [Candidate(order=order, key=KEYS[0], rows=1, steps_left=20) for order in range(4)]
+    for deadline_s, goes_first in ((0.2, True), (0.01, False)):
+        late = Candidate(order=9, key=KEYS[1], rows=1, steps_left=10, deadline_s=deadline_s)
+        batch = choose([*crowd, late], costs=COSTS, limits=limits, now_s=0.0)
+        assert (batch[-1].order == 9) == goes_first
+
+
 tenant_units = st.tuples(st.sampled_from("abc"), st.sampled_from(KEYS), st.integers(1, 4), st.integers(1, 8))
 
 

@@ -357,6 +357,19 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
         assert stuck.done.wait(WAIT_S)
 
 
+def test_connections_to_replicas_that_are_gone_are_let_go(tmp_path: Path) -> None:
+    """Up to the most there are; then one is up and one looks, as before the others came."""
+    fleet, addresses = Fleet(), [new_address("inproc", tmp_path) for _ in range(3)]
+    with serving(addresses[0]):
+        fleet.addresses = {"a": addresses[0]}
+        client = _client(fleet, max_count=3)
+        with serving(addresses[1]), serving(addresses[2]):
+            fleet.addresses |= {"b": addresses[1], "c": addresses[2]}
+            wait_for(lambda: client.up == len(client.connections) == 3)
+            fleet.addresses = {"a": addresses[0]}
+        wait_for(lambda: client.up == 1 and len(client.connections) == 2)
+
+
 def test_replicas_that_are_asked_one_call_at_a_time_share_them(tmp_path: Path) -> None:
     """Also one that came later: of 600 calls each has at least two in five."""
     fleet = Fleet()
