@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from fakes.engine import FakeProvider
 from fakes.images import FAKE_CATALOG, FakeImageService
-from plait_serving.diffusion.errors import Cancelled, EngineStopped, NumericalError, Overloaded
-from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
+from plait_serving.diffusion.errors import Cancelled, EngineStopped, LoraError, NumericalError, Overloaded
+from plait_serving.diffusion.values import Failed, Finished, LoraRef, Preview, Progress
 from plait_serving.images.local import LocalImageService
 from support.engine import Rig, request
 from support.waiting import until
@@ -153,6 +154,17 @@ async def test_a_full_queue_and_a_stop_are_told(rig):
     await asyncio.to_thread(made.engine.stop, drain_s=0)
     for events in (await running, await collect(service, request())):
         assert isinstance(events[-1].error, EngineStopped)
+
+
+@pytest.mark.parametrize("name", ["unreadable", "unmergeable"])
+async def test_a_lora_that_can_not_be_used_fails_its_request_alone(rig, name):
+    """Whether it fails while it loads or while it is merged."""
+    provider = FakeProvider(["unreadable", "unmergeable"], failing=["unreadable"])
+    service = local(rig(provider=provider, broken=frozenset({"unmergeable"})))
+    asked = (request("a", loras=(LoraRef(name=name),)), request("b"))
+    failed, fine = await asyncio.gather(*(collect(service, each) for each in asked))
+    assert isinstance(failed[-1].error, LoraError)
+    assert isinstance(fine[-1], Finished)
 
 
 def test_events_after_the_readers_loop_has_closed_are_dropped(rig):
