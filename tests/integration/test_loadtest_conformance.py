@@ -51,7 +51,13 @@ def held_against_the_ledger(names, **settings):
     return Counter(name for name, _ in ends.elements())
 
 
-WHYS = {"http_other": "302: to /there", "http_4xx": "404: {", "http_5xx": "503: {", "garbled": "not a status line: "}
+WHYS = {
+    "http_other": "302: to /there",
+    "http_4xx": "404: {",
+    "http_5xx": "503: {",
+    "garbled": "not a status line: ",
+    "timeout": "target.timeout_s (1 s) was over",
+}
 """How the reasons for errors begin that a class of them has one of."""
 ANSWERING = [name for name in BEHAVIOURS if name != "dead"]
 

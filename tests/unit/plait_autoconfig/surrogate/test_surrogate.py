@@ -8,7 +8,7 @@ from scipy.stats import multivariate_normal
 
 from plait_autoconfig.objective import Objective, at_least, at_most, maximise
 from plait_autoconfig.surrogate import posterior
-from plait_autoconfig.surrogate.background import no_background
+from plait_autoconfig.surrogate.background import Background, margin_background, no_background
 from plait_autoconfig.surrogate.pooling import PastSource, pool
 from plait_autoconfig.surrogate.posterior import (
     Posterior,
@@ -18,12 +18,25 @@ from plait_autoconfig.surrogate.posterior import (
     infer,
     log_evidence,
     matern_between,
+    probability_above,
 )
 from plait_autoconfig.surrogate.reading import margins
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
 CELLS = np.stack(np.meshgrid(np.linspace(0, 1, 6), np.linspace(0, 1, 5), indexing="ij"), -1).reshape(-1, 2)
 SURFACE = np.sin(3.0 * CELLS[:, 0]) + CELLS[:, 1] ** 2
+
+
+def test_what_a_service_did_not_measure_is_filled_from_the_others():
+    """Levels and spreads of services do not matter: the mean orders the cells as all of them do."""
+    rng, made = np.random.default_rng(2), []
+    for n in range(5):
+        some = rng.permutation(len(CELLS))[:18]
+        values = 5.0 * n + (1.0 + 0.2 * n) * SURFACE + 0.05 * rng.standard_normal(len(CELLS))
+        made.append(PastSource(features=CELLS[some], values=values[some], context=np.zeros(0)))
+    pooled = pool(made, CELLS, np.zeros(0), np.random.default_rng(0))
+    assert np.corrcoef(pooled.mean, SURFACE)[0, 1] > 0.9
+    assert pooled.trust > 0.7
 
 
 def test_a_service_is_foreseen_by_its_features():
@@ -38,6 +51,26 @@ def test_a_service_is_foreseen_by_its_features():
     for sign in (1.0, -1.0):
         pooled = pool(made, CELLS, np.array([sign]), np.random.default_rng(0))
         assert np.corrcoef(pooled.mean, sign * SURFACE)[0, 1] > 0.9
+
+
+def feasible_after(back: Background, *cells: int) -> np.ndarray:
+    """The chance of each cell to keep its limits, after these have failed."""
+    ones = np.ones(len(cells))
+    failed = TrialData(index=np.array(cells, np.intp), values=-ones, repeats=ones, noise=0.05)
+    return probability_above(infer(back, failed, np.random.default_rng(0)), 0.0)
+
+
+def test_levels_of_margins_carry_over():
+    """Absolute quantities keep their level: a cell that failed everywhere is expected to fail. Where nothing is known
+    four in five are expected not to, and one failure lowers its neighbours most."""
+    failed = CELLS[:, 0] > 0.7
+    made = [PastSource(features=CELLS, values=np.where(failed, -1.0, 1.0), context=np.zeros(0))] * 4
+    chance = feasible_after(pool(made, CELLS, np.zeros(0), np.random.default_rng(0), absolute=True))
+    assert chance[failed].max() < 0.2
+    assert chance[~failed].min() > 0.8
+    before, after = (feasible_after(margin_background(CELLS), *cells) for cells in ((), (29,)))
+    assert before == pytest.approx(0.8, abs=0.05)
+    assert after[29] < after[15] < after[0] < before[0]
 
 
 def test_attainment_is_judged_by_what_is_missing():
