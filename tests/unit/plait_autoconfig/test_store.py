@@ -144,12 +144,14 @@ def test_a_process_that_is_killed_while_it_adds_loses_no_run(tmp_path: Path):
         own = LibraryStore.open(path)
         for number in range(10_000):
             own.add(run_of(measured(0, {"cpu": 1, "batch": 1}, rate=1.0), run_id=f"run-{number + 10}"))
+            (tmp_path / f"added-{number}").touch()
 
     pid = forked(add_many)
-    wait_for(lambda: len(store.runs()) >= 4)
+    wait_for((tmp_path / "added-2").exists)
     killed(pid)
     runs = LibraryStore.open(path).runs()
     assert runs[0] == OTHER
+    assert len(runs) >= 4
     assert LibraryStore.open(path).add(RUN) == 3
 
 
