@@ -187,6 +187,14 @@ def test_a_replaced_request_left_when_it_left_first():
     assert (second.done_ns - second.sent_ns) / 1e9 >= 0.2
 
 
+def test_there_is_no_other_retry(server):
+    """A server that closes before it answers gets each request once if the connection is new."""
+    before = server.asked.count("/reset")
+    asked = ask(server.url, "/reset", "/reset", "/reset", at_once=True)
+    assert [end.outcome for end in asked.ends] == [RequestOutcome.RESET] * 3
+    assert (server.asked.count("/reset") - before, asked.reconnects) == (3, 0)
+
+
 def says(*answers):
     """A look-up that gives these answers in turn, the last for good, and how often it was asked."""
     asked = []
