@@ -27,7 +27,7 @@ OTHERS = (
     "torch,ray,diffusers,transformers,fastapi,starlette,httpx2,uvicorn,plait,plait_serving,plait_bench,plait_disagg"
 )
 
-
+EVERY_10_MS = np.arange(1000) / 100.0
 IMAGES = b'{"created": 1, "data": [{"b64_json": "aGVsbG8="}], "timings": {"total": 0.004}}'
 
 
@@ -89,33 +89,16 @@ def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
     assert "locust" in files["locustfile.py"].read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("run", "--threshold", "p97_ms < 3"), ("run", "--set", "x"), ("run", "--header", "nothing"),
-        ("run", "--json", "no/such/folder/a.json"), ("run", "--find-capacity"), ("compare", "a.json"),
-        ("run", "--part", "0/2"), ("run", "--part", "3/2"), ("run", "--part", "half"), ("run", "--save", "part.json"),
-        ("run", "--start-at", "soon"),
-    ],
-)  # fmt: skip
-def test_wrong_usage_is_exit_2_and_one_sentence(arguments, tmp_path, monkeypatch):
-    """Before anything is sent."""
-    monkeypatch.chdir(tmp_path)
-    done = loadtest(*arguments)
-    assert done.exit_code == 2
-    assert done.stderr
-
-
-def test_compare_ends_with_99_on_a_regression(url, tmp_path):
-    """The same server is worse where it fails (which no busy host hides), exit 99; against itself nothing changed, exit
-    0."""
+def test_compare_ends_with_99_on_a_regression(tmp_path):
+    """A server that fails is worse, exit 99; against itself nothing changed, exit 0."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
-    assert loadtest(*quick(url, "--json", a)).exit_code == 0
-    assert loadtest(*quick(url, "--path", "/503", "--json", b)).exit_code == 99
+    failed = records(EVERY_10_MS, 20.0, outcome=RequestOutcome.HTTP_5XX)
+    assert merged(tmp_path, "--json", a).exit_code == 0
+    assert merged(tmp_path, "--json", b, rows=failed, seed=5).exit_code == 99
     worse = loadtest("compare", a, b)
     assert worse.exit_code == 99, worse.stderr
     assert "error_rate" in worse.stdout
-    assert "target.path" in worse.stdout
+    assert "seed" in worse.stdout
     same = loadtest("compare", a, a, "--json")
     assert same.exit_code == 0
     assert json.loads(same.stdout)["regressed"] is False
@@ -143,13 +126,11 @@ def test_parts_of_two_hosts_merge_into_one_report(url, tmp_path, monkeypatch):
     assert loadtest("merge", "all.csv").exit_code == 1
 
 
-def test_a_run_starts_when_it_was_agreed(url, tmp_path):
-    """By the clock that all hosts have."""
-    start = datetime.now(UTC) + timedelta(seconds=4)
-    done = loadtest(*quick(url, "--start-at", start.isoformat(), "--json", "-"))
-    report = json.loads(done.stdout)
-    if not any("after the agreed start" in reason["text"] for reason in report["reasons"]):  # a host this slow says so
-        assert abs((datetime.fromisoformat(report["started"]) - start).total_seconds()) <= 1.0
+def test_a_run_starts_when_it_was_agreed(url):
+    """By the clock that all hosts have: no request leaves before."""
+    start = datetime.now(UTC) + timedelta(seconds=3)
+    report = json.loads(loadtest(*quick(url, "--start-at", start.isoformat(), "--json", "-")).stdout)
+    assert datetime.fromisoformat(report["started"]) >= start - timedelta(seconds=1)  # the report has whole seconds
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
@@ -174,7 +155,7 @@ def test_a_run_that_is_ended_writes_what_there_is(server, url, tmp_path, ending)
 def merged(tmp_path, *arguments, rows=None, **settings):
     """The outcome of the command on a run that was made up: it reports what it is given as if it had sent it."""
     about = {name: settings.pop(name) for name in ("echo_ms", "interrupted") if name in settings}
-    rows = records(np.arange(1000) / 100.0, 20.0) if rows is None else rows
+    rows = records(EVERY_10_MS, 20.0) if rows is None else rows
     parts.write(tmp_path / "part.npz", session(rows, scenario(**settings), **about))
     return loadtest("merge", tmp_path / "part.npz", *arguments)
 
@@ -205,8 +186,8 @@ def test_a_part_that_was_copied_in_part_is_refused_in_one_sentence(tmp_path):
         (1, ("--threshold", "first_part_p99_ms < 250"), {}),
         (1, ("--html", "/dev/full"), {}),
         (99, ("--html", "/dev/full", "--threshold", "p99_ms < 10"), {}),
-        (1, (), {"slo": None, "rows": records(np.arange(1000) / 100.0, 20.0, outcome=RequestOutcome.HTTP_4XX)}),
-        (99, (), {"rows": records(np.arange(1000) / 100.0, 20.0, outcome=RequestOutcome.UNFINISHED)}),
+        (1, (), {"slo": None, "rows": records(EVERY_10_MS, 20.0, outcome=RequestOutcome.HTTP_4XX)}),
+        (99, (), {"rows": records(EVERY_10_MS, 20.0, outcome=RequestOutcome.UNFINISHED)}),
         (130, ("--html", "/dev/full"), {"interrupted": True}),
     ],
 )  # fmt: skip

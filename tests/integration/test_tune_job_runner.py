@@ -65,17 +65,17 @@ def test_what_the_measurer_refuses_is_said_before_anything_is_measured(tmp_path)
     assert not log.exists() or "begin" not in log.read_text()
 
 
-def test_a_measurer_that_can_not_be_made_is_no_trial(tmp_path):
-    """A wrong factory breaks the job, with the error and where to read more."""
-    runner = runner_for(tmp_path, MeasurerSource(factory="fakes.measurer:nothing"))
-    with pytest.raises(JobBroken, match=r"could not be started: AttributeError: .*nothing.* \(see .*child.log\)"):
-        runner.check(lambda: None)
-
-
-def test_a_measurer_that_does_not_start_in_time_breaks_the_job(tmp_path):
-    """Its process is ended by then: there is nothing left to end, and the limit is told."""
-    runner = ChildRunner(fake_source(), job(start_limit_s=0.001), folder=tmp_path, log=tmp_path / "child.log")
-    with pytest.raises(JobBroken, match=r"could not be started: no answer within 0.001 s \(see .*child.log\)"):
+@pytest.mark.parametrize(
+    ("source", "changes", "said"),
+    [
+        (MeasurerSource(factory="fakes.measurer:nothing"), {}, "AttributeError: .*nothing.*"),
+        (fake_source(), {"start_limit_s": 0.001}, "no answer within 0.001 s"),
+    ],
+)
+def test_a_measurer_that_can_not_be_made_or_in_time_is_no_trial(tmp_path, source, changes, said):
+    """It breaks the job, with the error or the limit and where to read more; there is nothing left to end."""
+    runner = ChildRunner(source, job(**changes), folder=tmp_path, log=tmp_path / "child.log")
+    with pytest.raises(JobBroken, match=rf"could not be started: {said} \(see .*child.log\)"):
         runner.check(lambda: None)
 
 

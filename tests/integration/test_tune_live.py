@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from fakes.tuned_app import COMPOSE, TARGET, write_job
-from plait.server import processes
 from plait.tuning.job import local_run as work
 from plait.tuning.job import recover
 from plait.tuning.job.recover import recover_all
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.cluster
 
 ARGUMENTS = {"compose": COMPOSE}
 KNOBS = {
-    "batch": {"kind": "choice", "values": [8, 4], "sets": "engine.largest_batch"},
+    "batch": {"kind": "choice", "values": [8], "sets": "engine.largest_batch"},
     "wait": {"kind": "choice", "values": [0.0, 5000.0], "sets": "engine.batch_wait_ms"},
 }
 
@@ -59,11 +58,6 @@ def knobs_in_force(server: PlaitServer) -> tuple[str, str]:
     return re.findall(r"knobs: threads=\d+ batch=(\d+) wait=([\d.]+)", server.log())[-1]
 
 
-def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs it: a process can set the environment of Ray only once."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """A temporary folder with a short name, as the sockets in it need."""
@@ -71,35 +65,33 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow  # a minute: it starts a Ray of its own and measures three trials
+@pytest.mark.slow  # a minute: it starts a Ray of its own and measures a trial
 @pytest.mark.usefixtures("environment")
 def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(tmp_path, temporary, monkeypatch):
-    """Knobs reach the running replicas without a restart, every trial has its metrics, and no process is left. Where
-    users go past Serve's proxy trials do too, at a port of the clone's own."""
+    """Knobs reach the running replicas without a restart, a trial has all of its metrics, and no process is left. Where
+    users go past Serve's proxy it does too, at a port of the clone's own."""
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("TMPDIR", str(temporary))
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         taken = theirs.getsockname()[1]
         target = {"app": "images", "settings": {**TARGET["settings"], "server.direct_port": taken}}
-        job = write_job(tmp_path, limits=["quality_drift <= 0.01"], target=target)
+        job = write_job(tmp_path, limits=["quality_drift <= 0.01"], target=target, budget={"trials": 1})
         state, folder = work.run(job, folder=tmp_path / "job", arguments=ARGUMENTS)
     assert state.phase == "finished", state.reason
     assert state.subject.costs == ()
     assert list(temporary.glob("pymp-*")) == []
     assert 1.4 * len(state.rows) < state.remaining.load_s < state.remaining.used_s  # loads of 1.5 s
-    trials = [row for row in state.rows if row.kind is MeasurementKind.TRIAL]
-    assert len(trials) == 3
-    for row in trials:
-        assert row.restarted == ()
-        assert "engine reconfigured" in row.note
-        assert row.outcome.failure is None
-        assert row.outcome.metrics["quality_drift"] == 0.0
-        cores, cost = 0.1 + 0.4, row.outcome.metrics["cost_per_hour"]  # what Ray reserves, whatever the threads
-        assert cost == pytest.approx(0.04 * cores + 0.005 * row.outcome.metrics["memory_gib"])
-        assert row.samples.memory_bytes > 50 << 20
-        assert (port := re.search(r"answering on (127\.0\.0\.1:\d+)", (folder / "clone.log").read_text()))
-        assert f"http://{port[1]}" in (folder / "trials" / f"{row.number:04d}" / row.artefacts[0]).read_text()
-        assert not port[1].endswith(f":{taken}")
+    (row,) = [row for row in state.rows if row.kind is MeasurementKind.TRIAL]
+    assert row.restarted == ()
+    assert "engine reconfigured" in row.note
+    assert row.outcome.failure is None
+    assert row.outcome.metrics["quality_drift"] == 0.0
+    cores, cost = 0.1 + 0.4, row.outcome.metrics["cost_per_hour"]  # what Ray reserves, whatever the threads
+    assert cost == pytest.approx(0.04 * cores + 0.005 * row.outcome.metrics["memory_gib"])
+    assert row.samples.memory_bytes > 50 << 20
+    assert (port := re.search(r"answering on (127\.0\.0\.1:\d+)", (folder / "clone.log").read_text()))
+    assert f"http://{port[1]}" in (folder / "trials" / f"{row.number:04d}" / row.artefacts[0]).read_text()
+    assert not port[1].endswith(f":{taken}")
     assert (folder / "report.html").stat().st_size > 10_000
     assert list((tmp_path / "state").glob("port-*/run.json")) == []
 
@@ -110,33 +102,38 @@ def test_a_live_server_is_guarded_and_gets_its_own_configuration_back(server: Pl
     live = {"guard": ["p95_ms <= 4000", "error_rate <= 0.2"], "check_every_s": 0.25, "leave": "original"}
     target = {"app": "images", "settings": {"server.port": server.port}, "live": live}
     reference = {"config": {"batch": 8, "wait": 0.0}, "every": 0}
-    job = write_job(tmp_path, target=target, knobs=KNOBS, reference=reference, designer={"name": "grid"})
+    job = write_job(tmp_path, target=target, knobs=KNOBS, reference=reference, budget={"trials": 1})
     state, _ = work.run(job, folder=tmp_path / "job", live=True, arguments=ARGUMENTS)
-    outcomes = {(row.config["batch"], row.config["wait"]): row.outcome for row in state.rows}
-    hurt = [outcome for (_, wait), outcome in outcomes.items() if wait and outcome is not None]
-    assert hurt
-    assert {outcome.failure for outcome in hurt} == {FailureKind.TIME_OUT}
-    assert all("guard" in outcome.detail for outcome in hurt)
+    hurt = state.rows[-1].outcome
+    assert hurt.failure is FailureKind.TIME_OUT
+    assert "guard" in hurt.detail
     assert "wait=5000.0" in server.log()
     assert knobs_in_force(server) == ("16", "0.0")
     assert server.replica_pids("engine") == pids
     assert server.generate(prompt="x")[0] == 200
 
 
-def test_what_a_killed_tuner_left_is_rolled_back(server, environment, monkeypatch):
-    """The original configuration is on disk before the first change, so the next tuner finds it and restores it."""
-    root = environment / "state"
-    code = (
+def test_a_server_is_given_knobs_and_what_a_killed_tuner_left_is_rolled_back(server, environment, monkeypatch):
+    """Knobs are told, take effect without a restart, and are from then on the server's own configuration. This is on
+    disk before a tuner's first change, so the next tuner finds it and restores it."""
+    root, pids = environment / "state", server.replica_pids("engine")
+    note = note_path(root, server.port)
+    code = (  # a process of its own: one can set the environment of Ray only once
         "import os, signal; from pathlib import Path\n"
+        "from plait.tuning.job.applying import apply_to_server; from plait.tuning.measure import application\n"
         "from plait.tuning.measure.knobs import apply_knobs; from plait.tuning.measure.live import LiveServer\n"
-        "from fakes.tuned_app import compose\n"
+        "from fakes.tuned_app import compose; application.deployments = compose\n"
+        f"for batch in (6, 16): print(apply_to_server({{'engine.largest_batch': batch}}, port={server.port}, "
+        "dry_run=False), end='', flush=True)\n"
+        f"assert not Path({str(note)!r}).exists()\n"
         f"live = LiveServer(compose, root=Path({str(root)!r}), port={server.port})\n"
         "live.apply(apply_knobs(live.original, {'engine.largest_batch': 5}), limit_s=60)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = in_a_process(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert knobs_in_force(server) == ("5", "0.0")
+    assert done.stdout == "engine.largest_batch: 16 -> 6\nengine.largest_batch: 6 -> 16\n"
+    assert re.findall(r"knobs: threads=\d+ batch=(\d+)", server.log())[-3:] == ["6", "16", "5"]
     assert left_notes(root) == [server.port]
     said: list[str] = []
     run = subprocess.run
@@ -144,21 +141,5 @@ def test_what_a_killed_tuner_left_is_rolled_back(server, environment, monkeypatc
     recover_all(root, say=said.append)
     assert "has its own configuration again" in said[-1]
     assert knobs_in_force(server) == ("16", "0.0")
-    assert not note_path(root, server.port).exists()
-    assert processes.is_running(server.record().command)
-
-
-def test_knobs_are_given_to_a_running_server(server: PlaitServer, environment: Path) -> None:
-    """They are told, take effect without a restart, and are from then on what the server's own configuration is."""
-    pids = server.replica_pids("engine")
-    code = (
-        "from plait.tuning.job.applying import apply_to_server; from plait.tuning.measure import application\n"
-        "from fakes.tuned_app import compose; application.deployments = compose\n"
-        f"for batch in (6, 16): print(apply_to_server({{'engine.largest_batch': batch}}, port={server.port}, "
-        "dry_run=False), end='')\n"
-    )
-    done = in_a_process(code)
-    assert done.stdout == "engine.largest_batch: 16 -> 6\nengine.largest_batch: 6 -> 16\n", done.stderr
-    assert re.findall(r"knobs: threads=\d+ batch=(\d+)", server.log())[-2:] == ["6", "16"]
+    assert not note.exists()
     assert server.replica_pids("engine") == pids
-    assert left_notes(environment / "state") == []

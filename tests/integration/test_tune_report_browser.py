@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from plait_autoconfig.report.page import report_page
 from support.browser import needs_browser, window
 from support.tune_jobs import job
@@ -22,31 +20,22 @@ __all__ = ["window"]
 pytestmark = needs_browser
 
 
-def opened(window, tmp_path, html, width=900):
-    """The report as a file on somebody's disk."""
-    file = tmp_path / "report.html"
-    file.write_text(html, encoding="utf-8")
-    page = window(width=width)
+def test_the_report_opens_sorts_and_runs_nothing_foreign(window, tmp_path):
+    """As a file on somebody's phone, of a feasible job and of an infeasible one: no complaint of the browser, nothing
+    wider than the window, and a second click on a column's head sorts it from the largest down. Its policy blocks a
+    script that is not its own, as the browser says."""
+    page, file = window(width=500), tmp_path / "report.html"
+    for limit in ("p99_ms <= 60", "p99_ms <= 5"):
+        html = report_page(played(job(limits=[limit], budget={"trials": 12})), **SOURCE)
+        file.write_text(html, encoding="utf-8")
+        page.open(file.as_uri())
+        values = page.run(SORT)
+        assert values == sorted(values, reverse=True)
+        assert len(values) > 12
+        assert page.run("return document.documentElement.scrollWidth") <= 500
+        assert page.complaints() == []
+    file.write_text(html.replace("</body>", "<script>document.title = 'foreign'</script></body>"), encoding="utf-8")
     page.open(file.as_uri())
-    return page
-
-
-@pytest.mark.parametrize(("limit", "width"), [("p99_ms <= 60", 1200), ("p99_ms <= 5", 500)])
-def test_the_report_opens_and_sorts(window, tmp_path, limit, width):
-    """Of a feasible job on a desk and of an infeasible one on a phone: no complaint of the browser, nothing wider than
-    the window, and a second click on a column's head sorts it from the largest down."""
-    page = opened(window, tmp_path, report_page(played(job(limits=[limit], budget={"trials": 12})), **SOURCE), width)
-    values = page.run(SORT)
-    assert values == sorted(values, reverse=True)
-    assert len(values) > 12
-    assert page.run("return document.documentElement.scrollWidth") <= width
-    assert page.complaints() == []
-
-
-def test_the_page_forbids_foreign_scripts(window, tmp_path):
-    """Its policy blocks a script that is not its own, as the browser says."""
-    html = report_page(played(most=3), **SOURCE)
-    page = opened(window, tmp_path, html.replace("</body>", "<script>document.title = 'foreign'</script></body>"))
     (complaint,) = page.complaints()
     assert "Content Security Policy" in complaint
     assert page.run("return document.title") != "foreign"

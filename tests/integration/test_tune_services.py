@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from starlette.applications import Starlette
-from starlette.responses import Response
-from starlette.routing import Route
 
+from fakes.bad_server import bad_server
 from plait.cli import main as root
 from plait.server import processes
 from plait.tuning.job.local_run import open_state
@@ -28,43 +26,40 @@ from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.store import JobStore
-from support.app_server import AppServer
 from support.documents import blocks_of, read
+from support.forking import forked
 from support.server import REPOSITORY
 from support.waiting import wait_for
 
 SERVER = REPOSITORY / "tests" / "fakes" / "slots.mjs"
-GUIDE = "autoconfig/README.md"
-NODE = shutil.which("node") or ""
-needs_node = pytest.mark.skipif(not NODE, reason="needs Node")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
 
+(GUIDE,) = (
+    yaml.safe_load(block.text)
+    for block in blocks_of("autoconfig/README.md", read("autoconfig/README.md"))
+    if "server.mjs" in block.text
+)
 JOB: dict[str, Any] = {
-    "name": "slots",
-    "target": {
-        "command": [NODE, str(SERVER), "--port={port}"],
-        "ready": "http://127.0.0.1:{port}/health",
-        "reserves": {"cores": "slots", "memory_gib": 0},
-    },
-    "knobs": {"slots": {"kind": "choice", "values": [1, 4, 16], "ordered": True, "sets": "workers"}},
+    **GUIDE,
     "scenarios": [
         {
-            "name": "work",
-            "target": {"api": "raw", "path": "/work", "check": {"contains": "done"}},
+            **GUIDE["scenarios"][0],
             "arrivals": {"kind": "constant", "rate_per_s": 30},
-            "duration_s": 3,
-            "mix": [{}],
-            "slo": {"latency_ms": 1500, "percentile": 90},
+            "duration_s": 2,
+            "slo": {"latency_ms": 20_000, "percentile": 90},
         }
     ],
     "objective": "min cost at rate 30",
+    "prices": {"gib": 0},
     "rate_tolerance": 0.1,
     "budget": {"trials": 6},  # a busy host makes some invalid
-    "confirm": {"best": 1, "times": 1},
-    "reference": {"config": {"slots": 16}, "every": 0},
+    "confirm": {"best": 0},
+    "reference": {"config": {"workers": 16, "queue": True, "length": 100}, "every": 0},
     "designer": {"name": "random"},
     "starter_library": False,
     "trial_limit_s": 60,
 }
+"""The guide's job, shorter."""
 
 
 @pytest.fixture
@@ -82,7 +77,8 @@ def started_here(folder: Path) -> list[int]:
 
 
 def written(folder: Path, **changes: Any) -> str:
-    """The file of the job with other settings."""
+    """The file of the job with other settings, and its server."""
+    shutil.copy(SERVER, folder / "server.mjs")
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump({**JOB, **changes}, sort_keys=False))
     return str(path)
@@ -90,23 +86,13 @@ def written(folder: Path, **changes: Any) -> str:
 
 @needs_node
 def test_a_server_in_another_language_is_tuned_by_what_the_guide_says(folder, capsys):
-    """The guide's job, shorter. One slot refuses most of 30 requests a second of 100 ms each, and four answer them, at
-    whatever pace: these are recommended, as arguments, and where no queue is its length is not given."""
-    shutil.copy(SERVER, folder / "server.mjs")
-    (text,) = [block.text for block in blocks_of(GUIDE, read(GUIDE)) if "server.mjs" in block.text]
-    job = yaml.safe_load(text)
-    job["scenarios"][0] |= {"duration_s": 3, "slo": {"latency_ms": 20_000, "percentile": 90}}
-    job["scenarios"][0]["arrivals"]["kind"] = "constant"
+    """One slot refuses most of 30 requests a second of 100 ms each, and four answer them, at whatever pace: these are
+    recommended, as arguments, and where no queue is its length is not given."""
     tried = [{"workers": 1, "queue": False}, {"workers": 4, "queue": True, "length": 100}]
-    short = {name: JOB[name] for name in ("objective", "rate_tolerance", "budget", "confirm", "trial_limit_s")}
-    reference = {"config": {"workers": 16, "queue": True, "length": 100}, "every": 0}
-    job |= {**short, "reference": reference, "candidates": tried, "prices": {"gib": 0}}
-    path, out = folder / "job.yaml", str(folder / "out")
-    path.write_text(yaml.safe_dump(job, sort_keys=False))
-    assert root.main(["tune", "run", str(path), "--out", out]) == 0
+    path, out = written(folder, candidates=tried), str(folder / "out")
+    assert root.main(["tune", "run", path, "--out", out]) == 0
     state, _ = open_state(folder / "out")
-    compared = [row for row in state.rows if row.outcome is not None and not row.outcome.invalid]
-    shown = {row.config["workers"]: row for row in compared if row.kind is not MeasurementKind.CONFIRM}
+    shown = {row.config["workers"]: row for row in state.rows if row.outcome is not None and not row.outcome.invalid}
     assert {workers: row.feasible for workers, row in shown.items()} == {16: True, 4: True, 1: False}
     assert shown[4].restarted == ("service",)
     assert shown[4].outcome.metrics["reserved_cores"] == 4.0
@@ -125,7 +111,8 @@ def subject_of(folder: Path, *, sets: str = "workers", **target: Any) -> Service
     started = {} if "apply" in target else {"command": python, "ready": "http://127.0.0.1:{port}/"}
     changes = {
         "target": {"reserves": {"cores": "slots"}, **started, **target},
-        "knobs": {"slots": {**JOB["knobs"]["slots"], "sets": sets}},
+        "knobs": {"slots": {"kind": "choice", "values": [1, 4, 16], "ordered": True, "sets": sets}},
+        "reference": {"config": {"slots": 16}},
     }
     spec = parse_job(yaml.safe_dump({**JOB, **changes}), folder=folder)
     return ServiceSubject(spec, spec.target, root=state, folder=folder)
@@ -162,13 +149,12 @@ def test_a_service_that_ends_or_never_answers_is_a_failed_start(folder: Path) ->
 
 def test_what_a_killed_tuner_left_ends_before_the_next_service_starts(folder: Path) -> None:
     """kill -9 of the tuner and its measuring process leaves the service; whoever comes next ends it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            subject_of(folder, knobs="env").apply({"slots": 1}, limit_s=60.0)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+    def start_and_die():
+        subject_of(folder, knobs="env").apply({"slots": 1}, limit_s=60.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.waitpid(forked(start_and_die), 0)[1] == signal.SIGKILL
     assert started_here(folder)
     subject_of(folder).close()
     assert not started_here(folder)
@@ -176,10 +162,8 @@ def test_what_a_killed_tuner_left_ends_before_the_next_service_starts(folder: Pa
 
 def test_an_address_that_answers_already_is_refused(folder: Path) -> None:
     """Else the trials would measure whoever is there."""
-    other = AppServer(Starlette(routes=[Route("/", lambda _: Response())]))
-    with pytest.raises(JobRefused, match="something answers there"):
-        subject_of(folder, ready=f"http://127.0.0.1:{other.port}/", command=[sys.executable, "-c", "pass"])
-    other.stop()
+    with bad_server() as other, pytest.raises(JobRefused, match="something answers there"):
+        subject_of(folder, ready=f"{other.url}/ok", command=[sys.executable, "-c", "pass"])
 
 
 def test_a_hook_changes_what_runs_and_sets_the_reference_in_the_end(folder: Path) -> None:
@@ -207,7 +191,7 @@ def test_a_hook_changes_what_runs_and_sets_the_reference_in_the_end(folder: Path
 def test_who_did_not_get_his_own_configuration_back_is_told_and_gets_it_from_the_next_run(folder, capsys):
     """The job is finished and has its answer and its report all the same. (Its measurer is one of his own, who gets the
     job's folder and nothing of plait's.)"""
-    target = {"apply": [sys.executable], "url": "http://127.0.0.1:9", "reserves": {"cores": "slots"}}
+    target = {"apply": [sys.executable], "url": "http://127.0.0.1:9", "reserves": {"cores": "workers"}}
     path, out = written(folder, target=target), folder / "out"
     out.mkdir()
     (out / "stuck").touch()
@@ -250,15 +234,14 @@ def test_a_hook_that_does_not_end_leaves_nothing_behind(folder: Path, monkeypatc
 
 CAPACITY = {
     "objective": "max goodput_per_cost",
-    "knobs": {"slots": {"kind": "choice", "values": [2, 8], "ordered": True, "sets": "workers"}},
-    "scenarios": [{**JOB["scenarios"][0], "slo": {"latency_ms": 20_000, "percentile": 90}}],
-    "reference": {"config": {"slots": 2}, "every": 0},
-    "target": {
-        **JOB["target"],
-        "command": [*JOB["target"]["command"], "--no-queue"],
-        "reserves": {"cores": "3 + slots", "memory_gib": 0},
+    "knobs": {
+        "workers": {"kind": "choice", "values": [2, 8], "ordered": True},
+        "queue": {"kind": "choice", "values": [False]},
     },
+    "reference": {"config": {"workers": 2, "queue": False}, "every": 0},
+    "target": {**JOB["target"], "reserves": {"cores": "3 + workers", "memory_gib": 0}},
     "budget": {"trials": 2},
+    "confirm": {"best": 1, "times": 1},
 }
 
 
@@ -292,7 +275,7 @@ def test_a_job_on_it_survives_kill_9_in_every_phase_and_its_promise_is_checked(f
     state, _ = open_state(out)
     assert state.phase == "finished"
     assert sum(row.status == "lost" for row in state.rows) == 3
-    assert state.recommendation.config == {"slots": 8}
+    assert state.recommendation.config == {"workers": 8, "queue": False}
     promise = state.recommendation.promise
     assert 25.0 < promise.rate_per_s < 100.0  # two slots answer 20, eight 80, and a tenth may be refused
 

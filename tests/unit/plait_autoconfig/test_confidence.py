@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait_autoconfig.confidence import log_losses, next_runs, verdict
+from plait_autoconfig.confidence import next_runs, verdict
 from plait_autoconfig.objective import Objective, at_most, maximise, minimise
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
@@ -22,11 +22,12 @@ def group(*values, ms=()):
 
 
 def test_a_clear_leader_is_sure_and_nobody_is_measured_again():
-    """And who failed once is out, however good it was."""
+    """And who failed once is out, however good it was. A zero is good or bad, not infinite."""
     now = verdict(GOAL, [group(10.0), group(30.0), [*group(99.0), CRASH]], sure=0.95)
     assert (now.leader, now.wanted) == (1, ())
     assert now.sure > 0.99
     assert verdict(GOAL, [[CRASH]], sure=0.95).leader is None
+    assert verdict(Objective((minimise("x"),)), [group(0.3), group(0.0)], sure=0.95).leader == 1
 
 
 def test_close_candidates_are_measured_again_those_that_cannot_win_are_not():
@@ -90,9 +91,9 @@ def test_runs_go_where_they_decide_and_the_last_to_the_leader_and_the_reference(
 
 
 def test_what_it_claims_is_right_as_often_as_it_says():
-    """Of 200 searches of eight under noise of 10 %, with twelve runs, what is said to be sure is so within 5 %."""
+    """Of 100 searches of eight under noise of 10 %, with twelve runs, what is said to be sure is so within 5 %."""
     rng, said, was, regret, first = np.random.default_rng(0), [], [], [], []
-    for _ in range(200):
+    for _ in range(100):
         truth = np.exp(rng.normal(0.0, 0.15, 8))
 
         def shown(at, truth=truth):
@@ -109,13 +110,3 @@ def test_what_it_claims_is_right_as_often_as_it_says():
         was.append(truth[now.leader] >= truth.max() * 0.99)
     assert np.mean(said) == pytest.approx(np.mean(was), abs=0.05)
     assert np.mean(regret) < 0.6 * np.mean(first)
-
-
-def test_losses_are_logarithms_and_a_zero_is_bad_or_good_not_infinite():
-    """Lower is better for both directions: an error rate of 0 is twice as good as the next, a goodput of 0 is 50 times
-    worse than the best. Only a failure has none."""
-    outcomes = [TrialOutcome.measured(x=np.e), TrialOutcome.measured(x=1.0), TrialOutcome.measured(x=0.0), CRASH]
-    assert log_losses(minimise("x"), outcomes) == pytest.approx([1.0, 0.0, -np.log(2.0), np.nan], nan_ok=True)
-    assert log_losses(maximise("x"), outcomes) == pytest.approx([-1.0, 0.0, np.log(50.0) - 1.0, np.nan], nan_ok=True)
-    zero = [TrialOutcome.measured(x=0.3), TrialOutcome.measured(x=0.0)]
-    assert verdict(Objective((minimise("x"),)), [[each] for each in zero], sure=0.95).leader == 1

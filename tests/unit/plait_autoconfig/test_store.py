@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import optuna
@@ -16,6 +14,8 @@ from plait_autoconfig.rows import dump_lines, load_lines
 from plait_autoconfig.store import LibraryStore, read_library, write_library
 from plait_autoconfig.values import FailureKind
 from support.autoconfig import failed, measured, run_of
+from support.forking import forked, killed
+from support.waiting import wait_for
 
 TRIALS = (
     measured(0, {"cpu": 1, "batch": 2, "fused": True, "gpu": "T4", "share": 0.5}, rate=3.0, p99_ms=1e-7),
@@ -139,17 +139,16 @@ def test_a_process_that_is_killed_while_it_adds_loses_no_run(tmp_path: Path):
     path = tmp_path / "past.log"
     store = LibraryStore.open(path)
     store.add(OTHER)
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def add_many():
         own = LibraryStore.open(path)
-        for number in range(1000):
+        for number in range(10_000):
             own.add(run_of(measured(0, {"cpu": 1, "batch": 1}, rate=1.0), run_id=f"run-{number + 10}"))
-            os.write(write, b"x")
-    for _ in range(3):
-        os.read(read, 1)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+            (tmp_path / f"added-{number}").touch()
+
+    pid = forked(add_many)
+    wait_for((tmp_path / "added-2").exists)
+    killed(pid)
     runs = LibraryStore.open(path).runs()
     assert runs[0] == OTHER
     assert len(runs) >= 4

@@ -1,7 +1,7 @@
 """Arrival times: the laws they follow, the warm-up, counts, and independence of everything else.
 
-Statistical tests on fixed seeds are deterministic; their seeds (0, 1, 2) were not chosen, and a right generator had a
-chance of 1e-3 per seed to need another. Tests on fresh seeds fail by chance once in a million runs.
+Statistical tests on fixed seeds are deterministic; their seed (0) was not chosen, and a right generator had a
+chance of 1e-3 to need another. Tests on fresh seeds fail by chance once in a million runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def draw(arrivals, *, duration_s=20.0, warm_up_s=0.0, count=None, seed=0):
 
 
 def seeds_and_chances():
-    return [(0, FIXED), (1, FIXED), (2, FIXED), (secrets.randbits(62), FRESH)]
+    return [(0, FIXED), (secrets.randbits(62), FRESH)]
 
 
 def gaps(times_s):
@@ -58,7 +58,7 @@ def test_gamma_gaps_are_gamma(burstiness):
         assert stats.kstest(gaps(times), law.cdf).pvalue > chance, f"seed {seed}"
 
 
-@pytest.mark.parametrize(("start", "end"), [(0.0, 2000.0), (500.0, 1500.0), (2000.0, 0.1)])
+@pytest.mark.parametrize(("start", "end"), [(0.0, 2000.0), (2000.0, 0.1)])
 def test_a_ramp_is_a_poisson_process_of_that_rate(start, end):
     """Time-rescaled by the expected number of requests, gaps are exponential of mean 1 (Kolmogorov-Smirnov)."""
     for seed, chance in seeds_and_chances():

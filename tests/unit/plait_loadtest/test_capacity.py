@@ -51,15 +51,11 @@ def sharp(capacity_per_s):
     return server(lambda rate, n: seen(n if rate <= capacity_per_s else 0, n))[0]
 
 
-def test_the_stopping_rule_needs_the_published_numbers():
-    """MLPerf's rule at 99 %: 459 requests for a p99 and 90 for a p95 with none late; one fewer does not do."""
+def test_the_stopping_rule_is_the_published_one():
+    """MLPerf's at 99 %: 459 requests for a p99 and 90 for a p95 with none late; one fewer does not do. The doubt is the
+    chance of t or fewer late ones among h + t if a share 1 - p is late."""
     assert (requests_needed(0.99), requests_needed(0.95)) == (459, 90)
     assert not is_shown(458, 0, 0.99)
-    assert doubt(459, 0, 0.99) == pytest.approx(0.99**459)
-
-
-def test_the_stopping_rule_is_the_binomial_tail():
-    """I(p; h, t + 1) is the chance of t or fewer late ones among h + t if a share 1 - p is late."""
     h, t, p = 150, 3, 0.95
     n = h + t
     tail = sum(math.comb(n, k) * (1 - p) ** k * p ** (n - k) for k in range(t + 1))
@@ -167,10 +163,7 @@ def test_what_the_generator_did_is_not_blamed_on_the_server(code):
     """Requests that were late or not sent through the generator do not show that a rate does not hold; those that were
     late after sending do, also then."""
     late = ((code, "this generator ends here"),)
-    assert judge(seen(60, 180, blamed=0, invalid=late)) == (
-        "invalid",
-        "this generator ends here",
-    )
+    assert judge(seen(60, 180, blamed=0, invalid=late)) == ("invalid", "this generator ends here")
     assert judge(seen(60, 180, blamed=60, invalid=late))[0] == "missed"
 
 
@@ -243,7 +236,6 @@ def test_beyond_is_tried_after_the_confirmation():
     assert found.trials[-1].purpose == "beyond"
     assert found.trials[-1].rate_per_s == pytest.approx(1.3 * found.rate_per_s)
     assert found.trials[-1].verdict == "missed"
-    assert np.isfinite(found.rate_per_s)
 
 
 def failing(outcome, *, but=0):

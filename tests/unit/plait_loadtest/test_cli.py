@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 
 import pytest
@@ -15,12 +16,12 @@ from plait_loadtest.session import foreseen
 
 def loadtest(*arguments):
     """The command in this process."""
-    return CliRunner().invoke(app, ["run", *map(str, arguments)], catch_exceptions=False)
+    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
 def shown(*arguments):
     """The scenario that these flags make."""
-    done = loadtest(*arguments, "--show-config")
+    done = loadtest("run", *arguments, "--show-config")
     assert done.exit_code == 0, done.stderr
     return yaml.safe_load(done.stdout)
 
@@ -42,20 +43,6 @@ def test_a_method_and_a_body_make_a_raw_request(flags, method, body):
     assert (scenario["mix"][0]["method"], scenario["mix"][0]["body"]) == (method, body)
 
 
-def test_a_method_of_an_api_that_has_its_own_is_refused():
-    """Image requests are posted; the sentence names the setting."""
-    done = loadtest("--api", "images", "--method", "PUT")
-    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
-    assert "mix.0.method: there is no such setting" in done.stderr
-
-
-def test_a_setting_that_is_no_value_is_refused_in_one_sentence():
-    """Neither a list that does not end nor a date that does not exist."""
-    for setting in ("name=[", "name=2026-02-30"):
-        done = loadtest("--set", setting)
-        assert (done.exit_code, done.stderr) == (2, f"plait loadtest: --set '{setting}': the value is not YAML\n")
-
-
 def test_certificates_are_not_judged_or_judged_by_a_file(tmp_path):
     """`--insecure` and `--ca`; a file without certificates, and both together, are refused."""
     assert shown("--insecure")["target"]["verify_tls"] is False
@@ -67,32 +54,43 @@ def test_certificates_are_not_judged_or_judged_by_a_file(tmp_path):
         (("--ca", tmp_path / "none.pem"), "there is no file"),
         (("--ca", nothing, "--insecure"), "has no use where verify_tls is false"),
     ):
-        done = loadtest(*flags)
+        done = loadtest("run", *flags)
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("plait loadtest: target.ca: ")
         assert says in done.stderr
 
 
-def test_http2_is_refused_in_one_sentence():
-    """It is not spoken."""
-    done = loadtest("--http2")
-    assert (done.exit_code, done.stderr) == (2, "plait loadtest: --http2: plait loadtest speaks HTTP/1.1 only\n")
-
-
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("command", "says"),
     [
-        (("--within", 0), "belong to --find-capacity"),
-        (("--confirm",), "belong to --find-capacity"),
-        (("--find-capacity", "--count", 10), "leave out --count and --threshold"),
-        (("--find-capacity", "--threshold", "p99_ms < 9"), "leave out --count and --threshold"),
-        (("--json", "same.html", "--html", "same.html"), "--json and --html are both same.html"),
-        (("--find-capacity", "--part", "1/2"), "leave out --part, --start-at and --save"),
+        ("run --threshold 'p97_ms < 3'", "where METRIC is one of"),
+        ("run --set x", "--set 'x': write KEY=VALUE"),
+        ("run --set name=[", "--set 'name=[': the value is not YAML"),
+        ("run --set name=2026-02-30", "--set 'name=2026-02-30': the value is not YAML"),
+        ("run --header nothing", "write 'Name: value'"),
+        ("run --api images --method PUT", "mix.0.method: there is no such setting"),
+        ("run --json no/such/folder/a.json", "no/such/folder/a.json cannot be written"),
+        ("run --json .", ". cannot be written"),
+        ("run --raw rows.txt", "--raw rows.txt: the name must end in .csv, .jsonl, .npz"),
+        ("run --save part.json", "--save part.json: the name must end in .npz"),
+        ("run --part 0/2", "--part '0/2': write K/N"),
+        ("run --part 3/2", "--part '3/2': write K/N"),
+        ("run --part half", "--part 'half': write K/N"),
+        ("run --start-at soon", "--start-at 'soon': write a date and a time"),
+        ("run --http2", "--http2: plait loadtest speaks HTTP/1.1 only"),
+        ("run --find-capacity", "slo"),
+        ("run smoke --within 0", "belong to --find-capacity"),
+        ("run smoke --confirm", "belong to --find-capacity"),
+        ("run smoke --find-capacity --count 10", "leave out --count and --threshold"),
+        ("run smoke --find-capacity --threshold 'p99_ms < 9'", "leave out --count and --threshold"),
+        ("run smoke --find-capacity --part 1/2", "leave out --part, --start-at and --save"),
+        ("run --json same.html --html same.html", "--json and --html are both same.html"),
     ],
 )
-def test_a_flag_that_would_be_ignored_is_refused(flags, says):
-    """A threshold that decides nothing is worse than none."""
-    done = loadtest("smoke", "--slo-ms", 50, *flags)
+def test_wrong_usage_is_exit_2_and_one_sentence(command, says, tmp_path, monkeypatch):
+    """Before anything is sent: what cannot be read or written, and flags that would be ignored."""
+    monkeypatch.chdir(tmp_path)
+    done = loadtest(*shlex.split(command))
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert says in done.stderr
 
@@ -103,7 +101,7 @@ def test_a_url_that_refuses_fails_at_once(extra):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     for url in (f"http://127.0.0.1:{port}", f"http://localhost:{port}", "http://no-such-host.invalid"):
-        done = loadtest("--url", url, "--api", "raw", "--duration", 3600, *extra)
+        done = loadtest("run", "--url", url, "--api", "raw", "--duration", 3600, *extra)
         sentences = [line for line in done.stderr.splitlines() if "takes" not in line]
         assert (done.exit_code, done.stdout, len(sentences)) == (1, "", 1)
         assert sentences[0].startswith(f"plait loadtest: {url} cannot be reached, nothing was sent: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 
@@ -14,6 +15,7 @@ from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import queue, records, scenario, session
 
 
+@cache
 def of_queue(arrivals_seed, *, mean_service_ms=6.0, **settings):
     """A report of an M/M/1 server at 100/s: its requests share queues, as real ones do."""
     rows = queue(100.0, 30.0, mean_service_ms=mean_service_ms, seed=arrivals_seed)
@@ -21,17 +23,14 @@ def of_queue(arrivals_seed, *, mean_service_ms=6.0, **settings):
 
 
 def test_the_same_distribution_is_rarely_a_regression():
-    """Six pairs of runs of one server: no regression. The nominal rate is 0.5 % a pair (1 % both ways); 150 other pairs
-    had 1. The seeds are fixed.
-    """
-    reports = [of_queue(seed) for seed in range(12)]
-    assert not any(compare(reports[2 * i], reports[2 * i + 1]).regressed for i in range(6))
+    """Three pairs of runs of one server: none. The nominal rate is 0.5 % a pair (1 % both ways); 150 other pairs had 1.
+    The seeds are fixed."""
+    assert not any(compare(of_queue(2 * i), of_queue(2 * i + 1)).regressed for i in range(3))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_real_regression_is_found(seed):
+def test_a_real_regression_is_found():
     """A server that takes 30 % longer (load 0.6 -> 0.78: latency doubles) is worse; the other way round, better."""
-    before, after = of_queue(seed), of_queue(seed + 100, mean_service_ms=7.8)
+    before, after = of_queue(0), of_queue(100, mean_service_ms=7.8)
     worse, better = compare(before, after), compare(after, before)
     assert worse.regressed
     assert not better.regressed
@@ -81,12 +80,6 @@ def test_a_small_change_does_not_count_however_sure():
     a, b = (report(session(records(at_s, ms), scenario(duration_s=30.0))) for ms in (20.0, 20.2))
     assert not compare(a, b).regressed
     assert compare(a, b, least_change=0.005).regressed
-
-
-def test_what_differs_in_the_scenarios_is_named():
-    """By dotted names."""
-    outcome = compare(of_queue(1), of_queue(1, seed=5))
-    assert outcome.differences == ("seed",)
 
 
 def test_invalid_runs_and_other_files_are_refused(tmp_path):

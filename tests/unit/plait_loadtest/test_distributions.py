@@ -29,8 +29,8 @@ def check_shares(observed, shares, chance, seed):
         assert stats.chisquare(observed[keep], expected[keep]).pvalue > chance, f"seed {seed}"
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.9995, 1.0, 1.0 + 1e-9, 1.05, 4.0])
-@pytest.mark.parametrize("rows", [1, 3, 50])
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.0 + 1e-9, 1.05, 4.0])
+@pytest.mark.parametrize("rows", [3, 50])
 @pytest.mark.parametrize("columns", [1, 2])
 def test_ranks_follow_zipf_exactly(exponent, rows, columns):
     """Every rank of a small table has its finite Zipf mass, also next to exponent 1: one column from a table of sums,

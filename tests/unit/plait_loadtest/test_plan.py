@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from scipy import stats
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.load import builtin_names, load_scenario
+from plait_loadtest.load import as_yaml, builtin_names, load_scenario
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import RawClass, Scenario
 from plait_serving.http.images.schemas import EditBody, GenerationBody
@@ -24,14 +25,15 @@ def trace(tmp_path):
     return path
 
 
-def load(name, trace, **overrides) -> Scenario:
-    return load_scenario(name, overrides | ({"arrivals.file": trace} if name == "genai-trace" else {}))
-
-
 @pytest.mark.parametrize("name", builtin_names())
-def test_a_built_in_scenario_can_be_run_as_it_is(name, trace):
-    """It loads, plans and builds its first 50 requests, and plait's own schema takes those of the images API."""
-    scenario = load(name, trace)
+def test_a_built_in_scenario_can_be_run_as_it_is(name, trace, tmp_path):
+    """It loads, plans and builds its first 50 requests, and plait's own schema takes those of the images API. As
+    YAML and by way of JSON, as reports keep it, it is the same."""
+    scenario = load_scenario(name, {"arrivals.file": trace} if name == "genai-trace" else {})
+    path = tmp_path / "shown.yaml"
+    path.write_text(as_yaml(scenario))
+    assert load_scenario(path, {}) == scenario
+    assert load_scenario(json.loads(json.dumps(scenario.model_dump(mode="json"))), {}) == scenario
     assert scenario.name == name
     plan = make_plan(scenario)
     assert plan.scheduled_ns.size > plan.warm_up

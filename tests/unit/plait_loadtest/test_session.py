@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import time
 
 import numpy as np
 import pytest
 
+from fakes.bad_server import BEHAVIOURS, OK, bad_server
 from plait_loadtest import session as sessions
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
-from plait_loadtest.run.coordinator import is_slow_alone
+from plait_loadtest.run import coordinator
 from plait_loadtest.scenario import ClosedLoopCallers, GammaArrivals, ImageClass, PoissonArrivals, RampArrivals, Slo
 from support.loadtest_records import records, scenario, session
 
@@ -65,54 +63,29 @@ def test_each_trial_has_arrivals_of_its_own(monkeypatch):
     assert [(each.classes[0].good, each.classes[0].judged) for each in observed] == [(1000, 1000)] * 2
 
 
-@contextmanager
-def one_at_a_time(service_s):
-    """A server that computes for those that have gone, too: its address, its gate, and the number of its answers."""
-    gate, answered = threading.Event(), []
+def test_a_server_has_settled_once_an_answer_comes_in_time(monkeypatch):
+    """Neither while it says nothing, nor while answers take longer than the SLO, as they do behind an earlier load."""
+    waits_s = [0.6, 0.7]
 
-    class Slow(BaseHTTPRequestHandler):
-        def do_GET(self):
-            gate.wait()
-            threading.Event().wait(service_s)
-            answered.append(self.path)
-            try:
-                self.send_response(200)
-                self.end_headers()
-            except OSError:
-                pass
+    def behind_a_queue(_server, connection, _served):
+        time.sleep(waits_s.pop() if waits_s else 0.0)
+        connection.sendall(OK)
+        return True
 
-        def log_message(self, *arguments):
-            """Nothing."""
-
-    class Server(HTTPServer):
-        request_queue_size = 128
-
-    with Server(("127.0.0.1", 0), Slow) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server.server_address, gate, answered
-        finally:
-            gate.set()
-            server.shutdown()
-            thread.join()
+    monkeypatch.setitem(BEHAVIOURS, "queue", behind_a_queue)
+    with bad_server() as server:
+        target = {"url": server.url, "api": "raw"}
+        dead, queue = (
+            load_scenario({"target": {**target, "path": path}, "slo": {"latency_ms": 500}}, {})
+            for path in ("/dead", "/queue")
+        )
+        assert not sessions.settles(dead, limit_s=0.5)
+        assert sessions.settles(queue, limit_s=60.0)
+    assert waits_s == []
 
 
-def test_a_server_has_settled_once_nothing_of_an_earlier_load_is_waited_for():
-    """Forty requests of 50 ms each, whose callers have gone: until they are answered it has not."""
-    with one_at_a_time(0.05) as (address, gate, answered):
-        target = {"url": "http://{}:{}".format(*address), "api": "raw"}
-        chosen = load_scenario({"target": target, "slo": {"latency_ms": 500}}, {})
-        for _ in range(40):
-            with socket.create_connection(address) as gone:
-                gone.sendall(b"GET /gone HTTP/1.0\r\n\r\n")
-        assert not sessions.settles(chosen, limit_s=0.5)
-        gate.set()
-        assert sessions.settles(chosen, limit_s=60.0)
-        assert answered.count("/gone") == 40
-
-
-@pytest.mark.parametrize(("limit_ms", "slow"), [(1e-6, True), (60_000.0, False)])
-def test_control_requests_without_a_load_say_whether_a_host_is_slow(limit_ms, slow):
+def test_control_requests_without_a_load_say_whether_a_host_is_slow(monkeypatch):
     """They take more than a nanosecond and less than a minute."""
-    assert is_slow_alone(limit_ms) == slow
+    monkeypatch.setattr(coordinator, "_ALONE_S", 0.5)
+    assert coordinator.is_slow_alone(1e-6)
+    assert not coordinator.is_slow_alone(60_000.0)

@@ -11,7 +11,7 @@ from plait_autoconfig.designers.uninformed import RandomDesigner, SobolDesigner
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, FailureKind, TrialOutcome
+from plait_autoconfig.values import FailureKind, TrialOutcome
 from suites.designers import OBJECTIVE, SMALL, run_trials
 from support.autoconfig import GRID, measured
 
@@ -65,18 +65,3 @@ def test_strangers_and_limits_reach_optuna(studies):
     (told,) = studies[-1].get_trials()
     assert (told.params, told.values) == ({"cpu": 3, "batch": 2}, [-2.0])
     assert told.constraints == {"p99_ms <= 30": -0.5}
-
-
-def test_failures_are_avoided_by_optuna():
-    """TPE leaves a region that fails, though the best cells lie at its edge.
-
-    Half of the cells fail. Of the last 60 trials here 22 do; told as FAIL, which Optuna ignores, it were 41.
-    """
-    space = Space((IntKnob(name="n", low=0, high=19), IntKnob(name="m", low=0, high=9)))
-
-    def measure(config: Config) -> TrialOutcome:
-        n = int(config["n"])
-        return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY) if n >= 10 else TrialOutcome.measured(rate=10.0 + n)
-
-    late = [run_trials(OptunaTpeDesigner(space, RATE, seed=seed), 24, measure)[14:] for seed in range(6)]
-    assert sum(int(config["n"]) >= 10 for configs in late for config in configs) <= 30

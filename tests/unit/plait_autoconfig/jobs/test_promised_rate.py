@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
@@ -43,22 +42,6 @@ def offered(*held: bool) -> tuple[list[float], float | None]:
 def test_a_rate_is_offered_until_it_is_missed_or_held_three_times(held, rates, then):
     """A miss lowers it by a tenth, and the count begins anew; nine runs are enough, whatever they say."""
     assert offered(*held) == (pytest.approx(rates), then if then is None else pytest.approx(then))
-
-
-def test_nine_tenths_of_a_promise_are_held_where_those_of_a_mean_are_often_missed() -> None:
-    """Searches that report the higher of two noisy capacities, as a bracket does: what a later load test finds."""
-    random = np.random.default_rng(0)
-    promised, meant = [], []
-    for _ in range(2_000):
-        found = [max(random.normal(100.0, 12.0, size=2)) for _ in range(2)]
-        checks: list[CheckedRate] = []
-        while (rate := next_rate(float(np.mean(found)), checks)) is not None:
-            checks.append(CheckedRate(rate, bool(rate <= random.normal(100.0, 12.0))))
-        later = random.normal(100.0, 12.0)
-        promised.append(0.9 * checks[-1].rate_per_s <= later)
-        meant.append(0.9 * float(np.mean(found)) <= later)
-    assert np.mean(promised) > 0.93
-    assert np.mean(meant) < 0.75
 
 
 RATES = {1: {"goodput_per_cost": 10.0, "goodput_per_s": 10.0}, 2: {"goodput_per_cost": 40.0, "goodput_per_s": 40.0}}

@@ -1,15 +1,10 @@
-"""Requests: what their bodies say, that they are a function of scenario and index, and that shares are as written.
-
-Chi-square tests on seed 0 are deterministic; those on fresh seeds fail by chance once in a million runs.
-"""
+"""Requests: what their bodies say, that they are a function of scenario and index, and that shares are as written."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
-import secrets
 import subprocess
 import sys
 from functools import partial
@@ -22,7 +17,7 @@ from scipy import stats
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
 from plait_loadtest.mix import RequestMix
-from plait_loadtest.mix.control_images import control_image, mask_image
+from plait_loadtest.mix.control_images import mask_image
 from plait_loadtest.mix.infer import InferRequests
 from plait_loadtest.seeds import Numbered, Stream
 from plait_serving.http.images.schemas import EditBody, GenerationBody
@@ -92,17 +87,10 @@ class TestImages:
             for net in body["controlnets"]:
                 with Image.open(io.BytesIO(base64.b64decode(net["image"], validate=True))) as image:
                     assert "{}x{}".format(*image.size) == body["size"]
+                    colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 16)}
+                assert {(0, 0, 0), (255, 255, 255)} <= colours or body["size"] != "64x64"
                 images.add(net["image"])
         assert len(images) == 40
-
-    def test_control_pictures_can_come_from_files(self, tmp_path):
-        """The files are taken in turn, unchanged."""
-        for name in "ab":
-            (tmp_path / name).write_bytes(name.encode())
-        nets = {"count": {1: 1}, "names": ["e"], "images": [str(tmp_path / "a"), str(tmp_path / "b")]}
-        mix, _ = mix_of([{"controlnets": nets}])
-        images = [base64.b64decode(body_of(mix, index)["controlnets"][0]["image"]) for index in range(4)]
-        assert images == [b"a", b"b", b"a", b"b"]
 
     def test_some_requests_start_from_an_image(self):
         """Shares are as written, images and masks have the size of the output, and plait's own schema takes them."""
@@ -120,22 +108,24 @@ class TestImages:
                     assert "{}x{}".format(*image.size) == body["size"]
         assert all("image" not in body for request, body in bodies if request.path != "/v1/images/edits")
 
-    def test_edits_can_come_from_files(self, tmp_path):
-        """Each image goes with its own mask; without one for each the scenario is refused."""
+    def test_pictures_can_come_from_files(self, tmp_path):
+        """Those of ControlNets are taken in turn, unchanged. Each image that is edited goes with its own mask; without
+        one for each the scenario is refused."""
         for name in "abmn":
             (tmp_path / name).write_bytes(name.encode())
-        paths = {
-            "images": [str(tmp_path / "a"), str(tmp_path / "b")],
-            "masks": [str(tmp_path / "m"), str(tmp_path / "n")],
-        }
-        mix, _ = mix_of([{"edits": {"share": 1, "masked": 1, "path": "/edit"} | paths}])
-        found = [tuple(base64.b64decode(body_of(mix, index)[name]) for name in ("image", "mask")) for index in range(3)]
-        assert found == [(b"a", b"m"), (b"b", b"n"), (b"a", b"m")]
+        images, masks = ([str(tmp_path / name) for name in names] for names in ("ab", "mn"))
+        nets = {"count": {1: 1}, "names": ["e"], "images": images}
+        edits = {"share": 1, "masked": 1, "path": "/edit", "images": images, "masks": masks}
+        mix, _ = mix_of([{"controlnets": nets, "edits": edits}])
+        bodies = [body_of(mix, index) for index in range(3)]
+        texts = [(body["image"], body["mask"], body["controlnets"][0]["image"]) for body in bodies]
+        found = [tuple(base64.b64decode(text) for text in each) for each in texts]
+        assert found == [(b"a", b"m", b"a"), (b"b", b"n", b"b"), (b"a", b"m", b"a")]
         assert mix.build(0).path == "/edit"
         with pytest.raises(ScenarioError, match=r"mix\.0\.edits\.masks: 1 for 2 images"):
-            mix_of([{"edits": {"share": 1, "images": paths["images"], "masks": paths["masks"][:1]}}])
+            mix_of([{"edits": {"share": 1, "images": images, "masks": masks[:1]}}])
         with pytest.raises(ScenarioError, match=r"mix\.0\.edits\.masks: 0 for 2 images"):
-            mix_of([{"edits": {"share": 1, "masked": 0.1, "images": paths["images"]}}])
+            mix_of([{"edits": {"share": 1, "masked": 0.1, "images": images}}])
 
     def test_a_new_feature_that_is_not_used_changes_no_request(self):
         """A seed's requests stay as they were: what is not used draws nothing."""
@@ -181,30 +171,16 @@ class TestImages:
         names), in 4,000 requests."""
         loras = {"count": {1: 1}, "names": ["a", "b", "c"], "zipf": 1}
         spec = {"steps": {10: 1, 20: 2, 30: 5}, "loras": loras, "models": {"emoji": 3, "emoji+noto": 1, "never": 0}}
-        for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-            mix, _ = mix_of([spec], seed=seed, model="other")
-            bodies = [body_of(mix, index) for index in range(4000)]
-            models = [sum(body["model"] == name for body in bodies) for name in ("emoji", "emoji+noto")]
-            assert stats.chisquare(models, [3000, 1000]).pvalue > chance, f"seed {seed}"
-            steps = [sum(body["num_inference_steps"] == value for body in bodies) for value in (10, 20, 30)]
-            assert stats.chisquare(steps, np.array([1, 2, 5]) / 8 * 4000).pvalue > chance, f"seed {seed}"
-            loras = [sum(body["loras"][0]["name"] == name for body in bodies) for name in "abc"]
-            assert stats.chisquare(loras, np.array([6, 3, 2]) / 11 * 4000).pvalue > chance, f"seed {seed}"
+        mix, _ = mix_of([spec], model="other")
+        bodies = [body_of(mix, index) for index in range(4000)]
+        models = [sum(body["model"] == name for body in bodies) for name in ("emoji", "emoji+noto")]
+        assert stats.chisquare(models, [3000, 1000]).pvalue > 1e-3
+        steps = [sum(body["num_inference_steps"] == value for body in bodies) for value in (10, 20, 30)]
+        assert stats.chisquare(steps, np.array([1, 2, 5]) / 8 * 4000).pvalue > 1e-3
+        loras = [sum(body["loras"][0]["name"] == name for body in bodies) for name in "abc"]
+        assert stats.chisquare(loras, np.array([6, 3, 2]) / 11 * 4000).pvalue > 1e-3
         with pytest.raises(ScenarioError, match=r"mix\.0\.models: has no weight above 0"):
             mix_of([{"models": {"one": 0}}])
-
-
-class TestPictures:
-    @pytest.mark.parametrize(("width", "height"), [(64, 64), (1, 1), (200, 7), (7, 200)])
-    def test_a_decoder_reads_what_was_drawn(self, width, height):
-        """Pillow opens it at its size; black ground and white lines are there where there is room."""
-        with Image.open(io.BytesIO(control_image(12, width, height))) as image:
-            image.load()
-            assert image.size == (width, height)
-            colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 16)}
-        if min(width, height) >= 64:
-            assert {(0, 0, 0), (255, 255, 255)} <= colours
-            assert len(colours) >= 3
 
 
 class TestInfer:
@@ -249,40 +225,12 @@ class TestInfer:
     def test_candidates_follow_mlperf_by_default(self):
         """Chi-square of 4,000 requests against the quantile table."""
         expected = np.array([2, 12, 2, 1, 1, 1, 1]) / 20 * 4000
-        for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-            _, chosen = mix_of([{}], seed=seed, api="infer", model="m")
-            streams = [Numbered(seed, Stream.MIX, 0, which) for which in (0, 1)]
-            requests = InferRequests(chosen.mix[0], chosen.target, *streams)
-            drawn = [requests.candidates(index) for index in range(4000)]
-            counts = [drawn.count(number) for number in range(100, 800, 100)]
-            assert stats.chisquare(counts, expected).pvalue > chance, f"seed {seed}"
-
-    def test_declared_inputs_have_a_row_per_user_or_per_candidate(self):
-        """Numbers, single ids and bags with offsets; ids below their bound."""
-        inputs = [
-            {"name": "age", "side": "user", "numbers": 2},
-            {"name": "seen", "side": "user", "ids": 50, "bag": 3},
-            {"name": "item", "ids": 7},
-            {"name": "tags", "ids": 9, "bag": 2},
-            {"name": "none", "ids": 9, "bag": 0},
-        ]
-        mix = infer_mix(binary=False, inputs=inputs)
-        for index in range(10):
-            found = {entry["name"]: entry for entry in body_of(mix, index)["inputs"]}
-            rows = found["item"]["shape"][0]
-            assert rows in (2, 5)
-            assert {name: (entry["datatype"], entry["shape"]) for name, entry in found.items()} == {
-                "age": ("FP32", [1, 2]),
-                "seen": ("INT64", [3]),
-                "seen_offsets": ("INT64", [2]),
-                "item": ("INT64", [rows]),
-                "tags": ("INT64", [2 * rows]),
-                "tags_offsets": ("INT64", [rows + 1]),
-                "none": ("INT64", [0]),
-                "none_offsets": ("INT64", [rows + 1]),
-            }
-            assert found["tags_offsets"]["data"] == [2 * row for row in range(rows + 1)]
-            assert set(found["item"]["data"]) <= set(range(7))
+        _, chosen = mix_of([{}], api="infer", model="m")
+        streams = [Numbered(0, Stream.MIX, 0, which) for which in (0, 1)]
+        requests = InferRequests(chosen.mix[0], chosen.target, *streams)
+        drawn = [requests.candidates(index) for index in range(4000)]
+        counts = [drawn.count(number) for number in range(100, 800, 100)]
+        assert stats.chisquare(counts, expected).pvalue > 1e-3
 
 
 def test_a_mix_knows_what_its_requests_ask_for():
@@ -344,4 +292,3 @@ class TestMix:
         runs = [run(env={"PYTHONHASHSEED": seed}).stdout.split() for seed in "12"]
         assert runs[0] == runs[1]
         assert len(set(runs[0])) == 2
-        assert all(len(digest) == hashlib.sha256().digest_size * 2 for digest in runs[0])

@@ -1,20 +1,16 @@
-"""The parts of a worker: what it records, what it prepares, how work is dealt out, and waking on time."""
+"""The parts of a worker: what it records, what it prepares, and how work is dealt out."""
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import uvloop
 
 from plait_loadtest.failures import FailureLog
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import shares
-from plait_loadtest.run.pace import Alarm
 from plait_loadtest.run.processes import fresh_processes
 from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
@@ -23,7 +19,6 @@ from plait_loadtest.wire.check import judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import parse_head
 from support.loadtest_records import plan
-from support.waiting import until
 
 RAW = Scenario(target=LoadTarget(url="http://h", api="raw"))
 
@@ -31,14 +26,8 @@ RAW = Scenario(target=LoadTarget(url="http://h", api="raw"))
 class Numbers:
     """A mix whose bodies are numbers; counts what it built."""
 
-    kinds = ("even", "odd")
-
     def __init__(self):
         self.built = []
-
-    def kind(self, index):
-        """By parity."""
-        return index % 2
 
     def build(self, index):
         """The number as its body."""
@@ -161,32 +150,3 @@ def test_a_long_temporary_folder_is_no_obstacle(monkeypatch):
     assert fresh_processes().get_start_method() == "forkserver"
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 80 * "x")
     assert fresh_processes().get_start_method() == "spawn"
-
-
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_alarm_never_rings_early(new_loop):
-    """It rings after the instant that was set last, once for each setting, and not when it was stopped."""
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        rung = []
-        alarm = Alarm(loop, lambda: (rung.append(time.perf_counter_ns()), alarm.stop()))
-        due = time.perf_counter_ns() + 3_700_000
-        alarm.set(due + 10_000_000)
-        alarm.set(due)
-        await until(lambda: len(rung) == 1)
-        assert rung[0] >= due
-        alarm.set(time.perf_counter_ns() - 5)  # over already: at once
-        await until(lambda: len(rung) == 2)
-        alarm.set(time.perf_counter_ns() + 5_000_000)
-        alarm.stop()
-        await asyncio.sleep(0.03)
-        assert len(rung) == 2
-        alarm.close()
-        alarm.close()
-
-    loop = new_loop()
-    try:
-        loop.run_until_complete(main())
-    finally:
-        loop.close()
