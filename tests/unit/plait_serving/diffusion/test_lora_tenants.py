@@ -148,34 +148,6 @@ def test_short_requests_beside_a_thousand_steps_get_no_turns_between_the_steps_o
     assert seconds <= STEPS + 2
 
 
-def test_no_tenant_holds_more_than_its_share_while_another_waits_for_its_own(world):
-    """One tenant's seven sets of one LoRA, seven more behind them; another comes with five. From the next step on the
-    other has three of seven, which is what fits into half, as long as both have more than that to do."""
-    for i, letter in enumerate("aaaaaaabbbbbbb"):
-        world.send(f"flood-{i}", Tenant(name="flood"), (LoraRef(name=f"{letter}{i % 7}"),), steps=40)
-    world.at[20] = lambda: [world.send(f"v{i}", VICTIM, (LoraRef(name=f"v{i}"),), steps=40) for i in range(5)]
-    world.wait("v0", "v1")
-    before, arrives, after = world.seen[1:20], world.seen[20:24], world.seen[24:]
-    assert {held["flood"] for held, _ in before} == {7}  # alone, a tenant uses all of it
-    assert arrives[-1][0]["victim"] == 3
-    both = [held for held, waits in after if waits == {"flood", "victim"}]
-    assert both
-    assert {held["victim"] for held in both} <= {2, 3}  # two in the step in which one has ended
-    assert max(held["flood"] for held in both) <= 4
-    assert min(held["flood"] for held in both) >= 3
-
-
-def test_shares_go_by_weight(world):
-    """Of seven, a tenant of weight six has six."""
-    heavy, light = Tenant(name="heavy", weight=6.0), Tenant(name="light", weight=1.0)
-    for i in range(7):
-        world.send(f"light-{i}", light, (LoraRef(name=f"a{i}"),), steps=100)
-    world.at[10] = lambda: [world.send(f"heavy-{i}", heavy, (LoraRef(name=f"b{i}"),), steps=100) for i in range(7)]
-    world.wait("heavy-0")
-    held = world.seen[25][0]
-    assert (held["light"], held["heavy"]) == (1, 6)
-
-
 def test_a_set_larger_than_its_share_has_its_turns_beside_one_that_never_stops(world):
     """Seven of seven LoRAs beside a tenant that always has one in use: neither waits for ever, and who holds a seventh
     has the more time."""
@@ -197,12 +169,17 @@ def test_a_set_larger_than_its_share_has_its_turns_beside_one_that_never_stops(w
     assert calls["victim"] >= 3 * calls["large"]
 
 
-def test_several_larger_than_their_shares_take_turns(world):
+@pytest.mark.parametrize("are_inputs", [True, False])
+def test_several_larger_than_their_shares_take_turns(world, are_inputs):
     """Three tenants with six requests each, of seven LoRAs and ten steps: none has to wait for all of another's. One
-    that comes has a request ahead, so of 60 steps the last one has more than half when the first is done."""
+    that comes has a request ahead, so of 60 steps the last one has more than half when the first is done. All steps of
+    each have its set, whether that is an input or merged, however often it has made room for others'."""
+    if not are_inputs:
+        world.rig.denoiser.taken = set()
     for i in range(18):
         world.send(f"{i}", Tenant(name=f"t{i % 3}"), loras("abc"[i % 3], BUDGET), steps=10)
-    world.wait(*(f"{i}" for i in range(18)))
+    ends = world.wait(*(f"{i}" for i in range(18)))
+    assert {int(event.result.images[0].max()) for _, event in ends} == {10 + 10 + 10 * BUDGET // 2}
     holders = [name for held, _ in world.seen for name in held]
     assert Counter(holders) == {"t0": 60, "t1": 60, "t2": 60}  # in each call, one
     first_end = next(i for i, name in enumerate(holders) if holders[: i + 1].count(name) == 60)
