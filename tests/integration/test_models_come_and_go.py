@@ -248,11 +248,9 @@ def test_a_link_inside_is_another_name_of_its_folder(tmp_path, models):
 # ---- sleep and wake ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_a_model_that_sleeps_holds_no_memory_and_wakes_for_a_request(models, is_alone):
-    """Its weights are gone, also those of a server's only model; the next request gets the image that it had."""
-    chosen = {"first": settings(models["first"])} | ({} if is_alone else {"xl": settings(models["xl"])})
-    engine = build_engine_of(chosen)
+def test_a_model_that_sleeps_holds_no_memory_and_wakes_for_a_request(models):
+    """The weights of a server's only model are gone, too; the next request gets the image that it had."""
+    engine = build_engine_of({"first": settings(models["first"])})
     try:
         before = drawn(engine, "first")
         bundle = engine.pool.first.stepper.denoiser.bundle

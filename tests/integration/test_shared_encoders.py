@@ -33,8 +33,8 @@ def image(engine: Engine, prompt: str, model: str = "") -> np.ndarray:
 def test_text_encoders_are_there_once_and_leave_where_memory_is_short(
     tmp_path: Path, seen: SeenEncoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """T5 is the same for both; once the host has no memory left it goes, comes back for a new prompt, goes again, and is
-    not asked for one that is known."""
+    """T5 is the same for both; once the host has no memory left it goes, comes back for a new prompt, goes again, and
+    is not asked for one that is known."""
     dev = tiny_flux(tmp_path / "dev")
     folders = {"dev": dev, "schnell": schnell_of(dev, tmp_path / "schnell")}
     settings = {name: EngineSettings(model=folder, knobs=EngineKnobs(threads=1)) for name, folder in folders.items()}
