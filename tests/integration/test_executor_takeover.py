@@ -51,17 +51,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return convert(write_models(folder, partial(tiny_sd, dtype=torch.float16)))
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Tiny models of which nothing is converted."""
-    return write_models(tmp_path_factory.mktemp("written"), tiny_sd)
-
-
 @pytest.fixture
-def fresh(written: Models, tmp_path: Path) -> Models:
-    """The same; what is converted goes to the test's folder."""
-    shutil.copytree(written.folder / "loras", tmp_path / "loras")
-    return replace(written, folder=tmp_path)
+def fresh(converted: Models, tmp_path: Path) -> Models:
+    """The same before the first start."""
+    shutil.copytree(converted.folder / "loras", tmp_path / "loras")
+    return replace(converted, folder=tmp_path)
 
 
 def test_exact_always_gives_the_pipelines_bits(converted):
