@@ -148,6 +148,23 @@ def test_short_requests_beside_a_thousand_steps_get_no_turns_between_the_steps_o
     assert seconds <= STEPS + 2
 
 
+def test_no_tenant_holds_more_than_its_share_while_another_waits_for_its_own(world):
+    """One tenant's seven sets of one LoRA, seven more behind them; another comes with five. From the next step on the
+    other has three of seven, which is what fits into half, as long as both have more than that to do."""
+    for i, letter in enumerate("aaaaaaabbbbbbb"):
+        world.send(f"flood-{i}", Tenant(name="flood"), (LoraRef(name=f"{letter}{i % 7}"),), steps=40)
+    world.at[20] = lambda: [world.send(f"v{i}", VICTIM, (LoraRef(name=f"v{i}"),), steps=40) for i in range(5)]
+    world.wait("v0", "v1")
+    before, arrives, after = world.seen[1:20], world.seen[20:24], world.seen[24:]
+    assert {held["flood"] for held, _ in before} == {7}  # alone, a tenant uses all of it
+    assert arrives[-1][0]["victim"] == 3
+    both = [held for held, waits in after if waits == {"flood", "victim"}]
+    assert both
+    assert {held["victim"] for held in both} <= {2, 3}  # two in the step in which one has ended
+    assert max(held["flood"] for held in both) <= 4
+    assert min(held["flood"] for held in both) >= 3
+
+
 def test_shares_go_by_weight(world):
     """Of seven, a tenant of weight six has six."""
     heavy, light = Tenant(name="heavy", weight=6.0), Tenant(name="light", weight=1.0)

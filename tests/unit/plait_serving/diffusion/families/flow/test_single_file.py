@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families import row_of_file
 from plait_serving.diffusion.families.flow import single_file
+from plait_serving.diffusion.lora.container import TensorInfo
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
@@ -148,3 +150,11 @@ def test_a_gguf_file_is_refused_by_its_name(tmp_path):
         (tmp_path / name).write_bytes(b"GGUF" + bytes(100))
         with pytest.raises(ModelError, match=rf"{name}: .*GGUF"):
             resolve_source(str(tmp_path / name), cache=tmp_path / "cache")
+
+
+def test_the_family_of_a_file_is_known_by_names(folders):
+    """Without reading a tensor, with what stands before the names in whole checkpoints and without."""
+    for family, kind in zip(FAMILIES, ("sd3", "flux1", "flux1"), strict=True):
+        names, info = original_transformer(folders / family), TensorInfo(dtype="BF16", shape=(1, 1), begin=0, end=0)
+        for start in ("", "model.diffusion_model."):
+            assert row_of_file({f"{start}{name}": info for name in names})[0] == kind
