@@ -101,29 +101,3 @@ def test_a_unet_of_nine_channels_makes_all_of_an_image_without_a_mask(nine):
     masked = [Edit(image=IMAGE, mask=everything, strength=1.0), replace(IMG2IMG, mask=everything), INPAINT]
     for one, edit, latents in zip(asked, masked, ours, strict=True):
         assert ulps(latents, reference(replace(one, edit=edit))) <= IN_COMPANY
-
-
-def test_the_vae_encodes_an_image_once_for_all_images_of_a_request(sd):
-    """Ten images of an edit, in several units, cost one run of the encoder."""
-    probe, _ = sd
-    encoded = []
-    denoiser = probe.engine.pool.first.stepper.denoiser
-    encode = denoiser.encode
-    denoiser.encode = lambda pixels: encoded.append(pixels) or encode(pixels)
-    try:
-        probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"largest_batch": 2, "batch_wait_ms": 0.0}))
-        result = probe.engine.generate(ask(71, edit=INPAINT, n=5))
-    finally:
-        denoiser.encode = encode
-    assert (len(result.images), len(encoded)) == (5, 1)
-
-
-def test_what_is_not_masked_keeps_its_pixels(sd):
-    """With the overlay, which is the default, the image's own pixels are there again; without it the VAE's are."""
-    probe, _ = sd
-    kept = MASK == 0
-    with_overlay = probe.engine.generate(ask(81, edit=ANEW)).images[0]
-    without = probe.engine.generate(ask(81, edit=replace(ANEW, overlay=False))).images[0]
-    assert np.array_equal(with_overlay[kept], IMAGE[kept])
-    assert not np.array_equal(without[kept], IMAGE[kept])
-    assert np.array_equal(with_overlay[MASK == 255], without[MASK == 255])

@@ -51,17 +51,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return convert(write_models(folder, partial(tiny_sd, dtype=torch.float16)))
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Tiny models of which nothing is converted."""
-    return write_models(tmp_path_factory.mktemp("written"), tiny_sd)
-
-
 @pytest.fixture
-def fresh(written: Models, tmp_path: Path) -> Models:
-    """The same; what is converted goes to the test's folder."""
-    shutil.copytree(written.folder / "loras", tmp_path / "loras")
-    return replace(written, folder=tmp_path)
+def fresh(converted: Models, tmp_path: Path) -> Models:
+    """The same before the first start."""
+    shutil.copytree(converted.folder / "loras", tmp_path / "loras")
+    return replace(converted, folder=tmp_path)
 
 
 def test_exact_always_gives_the_pipelines_bits(converted):
@@ -96,8 +90,7 @@ def test_a_lora_on_the_time_embedding_is_merged_and_runs_on_torch(converted):
         assert max_difference(found[2], converted.reference(PLAIN)) > 0
 
 
-@pytest.mark.parametrize("name", ["plain", "text"])
-def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypatch, name):
+def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypatch):
     """Programs arrive between two steps: a set that was merged becomes an input, and the latents are diffusers'."""
     go, make = threading.Event(), Preparer.make
 
@@ -107,7 +100,7 @@ def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypat
 
     monkeypatch.setattr(Preparer, "has", lambda *_: False)
     monkeypatch.setattr(Preparer, "make", late)
-    one = asked(f"taken over {name}", steps=4, loras=SETS.get(name, ()))
+    one = asked("taken over", steps=4, loras=SETS["text"])
     with converted.started(converts=True) as probe:
 
         def on_event(event: Event) -> None:
@@ -120,12 +113,12 @@ def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypat
         assert "unet" in probe.engine.pool.prepared
         assert 0 < max_difference(ours, converted.reference(one)) < CLOSE
         assert unet_is_mapped(probe)
-        assert probe.engine.statistics().lora_switches == (name != "plain")
+        assert probe.engine.statistics().lora_switches == 1
         wait_prepared(probe, "vae")
 
 
 def test_a_tiny_sdxl_runs_on_programs(tmp_path):
-    """SDXL: pooled text and sizes, two text encoders with LoRAs, a ControlNet; alone and in company."""
+    """SDXL: pooled text and sizes, two text encoders with LoRAs, a ControlNet; in company."""
     models = write_models(tmp_path, partial(tiny_sdxl, layers_per_block=1, transformer_layers_per_block=(1, 1)))
     company = (dressed("text"), dressed("both"), PLAIN, CONTROLLED)
     with models.started(converts=True) as first:
@@ -133,22 +126,17 @@ def test_a_tiny_sdxl_runs_on_programs(tmp_path):
         wait_prepared(first, "unet", "vae", "edges")
         together = first.latents(*company)
         assert first.batches == [4, 4]
-        alone = [first.latents(one)[0] for one in company]
-        for ours, own, one in zip(together, alone, company, strict=True):
+        for ours, one in zip(together, company, strict=True):
             assert 0 < max_difference(ours, models.reference(one)) < CLOSE
-            assert 0 < max_difference(own, models.reference(one)) < CLOSE
 
 
 LEFT = np.repeat([[255] * 16 + [0] * 16], 32, axis=0).astype(np.uint8)
 IMAGE = control_image(4)
 
 
-@pytest.mark.parametrize(
-    "edit", [Edit(image=IMAGE, strength=0.7), Edit(image=IMAGE, mask=LEFT)], ids=["img2img", "inpaint"]
-)
-def test_edits_run_on_programs(converted, edit):
+def test_edits_run_on_programs(converted):
     """torch encodes the image with weights that come from the file; the steps are shared with a generation."""
-    one = asked(f"edit {edit.strength}", steps=4, edit=edit, loras=SETS["peft"])
+    one = asked("edit", steps=4, edit=Edit(image=IMAGE, mask=LEFT, strength=0.7), loras=SETS["peft"])
     with converted.started() as probe:
         ours, _ = probe.latents(one, PLAIN)
         assert probe.batches == [2, 2, *[1] * (one.run_steps - 2)]
@@ -202,7 +190,7 @@ def test_a_conversion_that_is_not_equal_is_not_used(fresh, caplog, monkeypatch):
     assert not [path for path in (fresh.folder / "prepared").iterdir() if path.is_dir()]
 
 
-@pytest.mark.parametrize(("lost", "left"), [("vae-decoder", {"unet"}), ("decoder", {"vae"}), ("encoder", {"vae"})])
+@pytest.mark.parametrize(("lost", "left"), [("vae-decoder", {"unet"}), ("decoder", {"vae"})])
 def test_what_an_interrupted_start_converted_serves_the_next(tmp_path, converted, monkeypatch, lost, left):
     """The rest runs on torch and is converted behind; of a UNet whose other half is missing none is opened."""
     models = replace(converted, folder=Path(shutil.copytree(converted.folder, tmp_path / "tiny")))

@@ -42,16 +42,12 @@ class Graphed:
         self.memory = GraphMemory(self.capture, budget_bytes=1 << 30)
         engine.pool.first.stepper.denoiser.adopt(graphed_halves(self.unet, self.memory))
 
-    def latents(self, *requests: ImageRequest) -> list[torch.Tensor]:
-        """Ours."""
-        return self.probe.latents(*requests)
-
     def captured(self, asked: ImageRequest) -> int:
         """How many captures there were, once all steps of such a request are replayed: an engine without work captures
         what has recurred."""
         for _ in range(20):
             before = self.replays()
-            self.latents(asked)
+            self.probe.latents(asked)
             if self.replays() == before + asked.steps * 2:  # a half each
                 return self.capture.tried
         raise AssertionError("it is not captured")
@@ -82,7 +78,7 @@ def test_lora_sets_are_merged_under_the_same_graphs(graphed):
     addresses = [parameter.data_ptr() for parameter in graphed.unet.parameters()]
     captured, replayed = graphed.captured(plain), graphed.replays()
     for asked in (plain, replace(plain, loras=LORAS), replace(plain, loras=LORAS[1:]), replace(plain, seed=9)):
-        (ours,) = graphed.latents(asked)
+        (ours,) = graphed.probe.latents(asked)
         assert graphed.difference(asked, ours) <= EQUAL
     assert graphed.capture.tried == captured
     assert graphed.replays() == replayed + 4 * plain.steps * 2  # a half each
@@ -92,7 +88,7 @@ def test_lora_sets_are_merged_under_the_same_graphs(graphed):
 def test_residuals_are_added_between_the_graphs(graphed):
     """Two ControlNets, whose residuals are added into the first graph's own memory, also as graphs themselves."""
     asked = make_request(request_id="controlled", guidance_scale=2.0, controlnets=CONTROLS, loras=LORAS)
-    (ours,) = graphed.latents(asked)
+    (ours,) = graphed.probe.latents(asked)
     assert graphed.difference(asked, ours) <= EQUAL
     for client in graphed.probe.engine.pool.first.controlnets.values():
         runner = client._clients[Placement.LOCAL].runner
@@ -100,7 +96,7 @@ def test_residuals_are_added_between_the_graphs(graphed):
         memory = GraphMemory(capture, budget_bytes=1 << 30)
         runner.adopt(runner.graphed(memory), live=True)
         for _ in range(2):
-            (ours,) = graphed.latents(asked)
+            (ours,) = graphed.probe.latents(asked)
             assert graphed.difference(asked, ours) <= EQUAL
             assert eventually(lambda memory=memory: memory.graphs == 1)
         assert capture.recordings[0].replays == asked.steps
@@ -110,7 +106,7 @@ def test_a_batch_has_a_graph_of_its_own(graphed):
     """Requests at other steps, with other seeds and ControlNets: equal in company."""
     first = make_request(request_id="a", steps=5, seed=1, controlnets=CONTROLS[1:])
     others = [make_request(request_id="b", steps=3, seed=2), make_request(request_id="c", steps=4, seed=3)]
-    found = graphed.latents(first, *others)
+    found = graphed.probe.latents(first, *others)
     for asked, ours in zip((first, *others), found, strict=True):
         assert graphed.difference(asked, ours) <= IN_COMPANY
 
@@ -121,7 +117,7 @@ def test_exact_always_leaves_the_graphs(graphed):
     engine.reconfigure(engine.knobs.model_copy(update={"exact": Exact.ALWAYS}))
     try:
         asked = make_request(request_id="exact", steps=3)
-        assert graphed.difference(asked, graphed.latents(asked)[0]) == 0.0
+        assert graphed.difference(asked, graphed.probe.latents(asked)[0]) == 0.0
     finally:
         engine.reconfigure(engine.knobs.model_copy(update={"exact": Exact.NEVER}))
     assert graphed.replays() == before

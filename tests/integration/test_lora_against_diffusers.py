@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from plait_serving.diffusion.lora.key_formats import LoraFormat
-from plait_serving.diffusion.lora.merge import Merger
-from plait_serving.diffusion.lora.parse import parse
+from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.values import LoraRef
-from support.loras import shapes_of, snapshot, write
-from support.tiny import tiny_lora
+from support.ldm import original_names
+from support.loras import factors, kohya_tensors, merged, shapes_of, snapshot, write
 
 torch.set_num_threads(1)
 
@@ -27,18 +23,10 @@ PARTS = ("unet", "text_encoder", "text_encoder_2")
 CLOSE = 2e-6
 
 
-@functools.cache
-def _loaded(folder: Path):
+def pipeline(folder: Path):
+    """The folder as diffusers loads it."""
     kind = StableDiffusionXLPipeline if (folder / "text_encoder_2").is_dir() else StableDiffusionPipeline
     return kind.from_pretrained(folder, local_files_only=True)
-
-
-def pipeline(folder: Path):
-    """The folder as diffusers loads it; every call has weights of its own."""
-    pipe = _loaded(folder)
-    parts = {name: copy.deepcopy(part) if name in PARTS else part for name, part in pipe.components.items()}
-    options = {} if isinstance(pipe, StableDiffusionXLPipeline) else {"requires_safety_checker": False}
-    return type(pipe)(**parts, **options)
 
 
 def components(pipe) -> dict[str, nn.Module]:
@@ -46,71 +34,24 @@ def components(pipe) -> dict[str, nn.Module]:
     return {name: getattr(pipe, name) for name in PARTS if getattr(pipe, name, None) is not None}
 
 
-def fused(folder: Path, files: dict[str, Path], scales: dict[str, float]) -> dict[str, torch.Tensor]:
-    """What diffusers makes of a set of files."""
-    pipe = pipeline(folder)
-    for name, path in files.items():
-        pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
-    pipe.set_adapters(list(scales), list(scales.values()))
-    pipe.fuse_lora(components=list(components(pipe)), adapter_names=list(scales))
-    pipe.unload_lora_weights()
-    return snapshot(components(pipe))
-
-
-def merged(folder: Path, files: dict[str, Path], scales: dict[str, float]) -> dict[str, torch.Tensor]:
-    """What we make of it; checks that a restore leaves no trace."""
-    parts = components(pipeline(folder))
-    before = snapshot(parts)
-    targets, merger = LoraTargets.of(parts), Merger(parts)
-    weights = {name: parse(name, path, targets) for name, path in files.items()}
-    merger.switch(tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items()), weights)
-    after = snapshot(parts)
-    merger.switch((), {})
-    assert all(torch.equal(value, before[key]) for key, value in snapshot(parts).items())
-    return after
-
-
-def check(folder: Path, files: dict[str, Path], scales: dict[str, float]) -> None:
-    """Same parameters, same values; and as many weights as the first file names really moved, so that equality means
+def check(folder: Path, path: Path, scale: float) -> LoadedLora:
+    """Same parameters, same values; and as many weights as the file names really moved, so that equality means
     something."""
-    theirs, ours = fused(folder, files, scales), merged(folder, files, scales)
+    pipe = pipeline(folder)
+    parts = components(pipe)
+    base, lora = snapshot(parts), parse("a", path, LoraTargets.of(parts))
+    ours = merged(parts, lora, scale)
+    pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name="a")
+    pipe.set_adapters(["a"], [scale])
+    pipe.fuse_lora(components=list(parts), adapter_names=["a"])
+    pipe.unload_lora_weights()
+    theirs = snapshot(components(pipe))
     assert ours.keys() == theirs.keys()
     worst = max((float((ours[key] - theirs[key]).abs().max()), key) for key in ours)
     assert worst[0] <= CLOSE, worst
-    base = snapshot(components(pipeline(folder)))
     moved = [key for key in ours if float((ours[key] - base[key]).abs().max()) > 100 * CLOSE]
-    named = load_file(next(iter(files.values())))
-    downs = (".lora_A.weight", ".lora_down.weight", ".down.weight")
-    assert len(moved) == sum(key.endswith(downs) for key in named)
-
-
-@pytest.fixture(params=["sd", "sdxl"])
-def folder(request) -> Path:
-    """Both families."""
-    return request.getfixturevalue(f"tiny_{request.param}_folder")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fmt": "peft", "with_text_encoder": True},
-        {"fmt": "peft", "conv": True},
-        {"fmt": "kohya", "alpha": 3.0, "rank": 4, "with_text_encoder": True},
-    ],
-    ids=["peft text", "peft conv", "kohya text"],
-)
-def test_one_file(folder, tmp_path, options):
-    """Each format, with text encoders or convolutions, gives diffusers' weights."""
-    check(folder, {"a": tiny_lora(tmp_path / "a.safetensors", folder, **options)}, {"a": 0.8})
-
-
-def test_a_set_of_two_formats(folder, tmp_path):
-    """A PEFT and a kohya file with different ranks and scales add up as diffusers adds them."""
-    files = {
-        "a": tiny_lora(tmp_path / "a.safetensors", folder, rank=4, seed=3),
-        "b": tiny_lora(tmp_path / "b.safetensors", folder, fmt="kohya", rank=2, alpha=1.0, seed=4),
-    }
-    check(folder, files, {"a": 0.6, "b": -0.9})
+    assert len(moved) == sum(key.endswith((".lora_A.weight", ".lora_down.weight")) for key in load_file(path))
+    return lora
 
 
 def test_a_file_that_diffusers_saved_with_its_config(tmp_path, tiny_sd_folder):
@@ -131,74 +72,23 @@ def test_a_file_that_diffusers_saved_with_its_config(tmp_path, tiny_sd_folder):
     layers = get_peft_model_state_dict(pipe.unet)
     adapter = pipe.unet.peft_config["default"].to_dict()
     StableDiffusionPipeline.save_lora_weights(tmp_path, unet_lora_layers=layers, unet_lora_adapter_metadata=adapter)
-    check(tiny_sd_folder, {"a": tmp_path / "pytorch_lora_weights.safetensors"}, {"a": 0.7})
-
-
-def test_old_attention_processor_files(tmp_path, tiny_sd_folder):
-    """`unet....processor.to_q_lora.down.weight`, what diffusers wrote before PEFT."""
-    new = load_file(tiny_lora(tmp_path / "new.safetensors", tiny_sd_folder, seed=6))
-    old = {}
-    for key, value in new.items():
-        if ".attn" in key:
-            module, way = key.rsplit(".lora_", 1)
-            parent, leaf = module.replace(".to_out.0", ".to_out").rsplit(".", 1)
-            old[f"{parent}.processor.{leaf}_lora.{'down' if way[0] == 'A' else 'up'}.weight"] = value
-    check(tiny_sd_folder, {"a": write(tmp_path / "old.safetensors", old)}, {"a": 1.0})
-
-
-def sgm_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """A kohya SDXL file as kohya's trainer names it: SGM block numbers, written out by hand for the tiny UNet.
-
-    layers_per_block is 2, so blocks begin at every third number; the second block has attention.
-    """
-    generator = torch.Generator().manual_seed(8)
-    named = {
-        "input_blocks_0_0": "conv_in",
-        "input_blocks_1_0_in_layers_2": "down_blocks.0.resnets.0.conv1",
-        "input_blocks_2_0_emb_layers_1": "down_blocks.0.resnets.1.time_emb_proj",
-        "input_blocks_3_0_op": "down_blocks.0.downsamplers.0.conv",
-        "input_blocks_4_0_skip_connection": "down_blocks.1.resnets.0.conv_shortcut",
-        "input_blocks_4_1_proj_in": "down_blocks.1.attentions.0.proj_in",
-        "input_blocks_5_1_transformer_blocks_1_attn2_to_k":
-            "down_blocks.1.attentions.1.transformer_blocks.1.attn2.to_k",
-        "input_blocks_5_1_transformer_blocks_0_ff_net_0_proj":
-            "down_blocks.1.attentions.1.transformer_blocks.0.ff.net.0.proj",
-        "middle_block_0_out_layers_3": "mid_block.resnets.0.conv2",
-        "middle_block_1_transformer_blocks_0_attn1_to_out_0":
-            "mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0",
-        "middle_block_2_in_layers_2": "mid_block.resnets.1.conv1",
-        "output_blocks_0_1_proj_out": "up_blocks.0.attentions.0.proj_out",
-        "output_blocks_2_0_in_layers_2": "up_blocks.0.resnets.2.conv1",
-        "output_blocks_2_2_conv": "up_blocks.0.upsamplers.0.conv",
-        "output_blocks_5_0_out_layers_3": "up_blocks.1.resnets.2.conv2",
-        "time_embed_0": "time_embedding.linear_1",
-        "time_embed_2": "time_embedding.linear_2",
-        "label_emb_0_0": "add_embedding.linear_1",
-        "label_emb_0_2": "add_embedding.linear_2",
-        "out_2": "conv_out",
-    }  # fmt: skip
-    shapes = shapes_of(pipeline(folder).unet)
-    tensors = {}
-    for sgm, module in named.items():
-        rows, columns, *kernel = shapes[module]
-        name = f"lora_unet_{sgm}"
-        tensors[f"{name}.lora_down.weight"] = torch.randn(2, columns, *kernel, generator=generator)
-        tensors[f"{name}.lora_up.weight"] = torch.randn(rows, 2, *(1 for _ in kernel), generator=generator) * 0.1
-        tensors[f"{name}.alpha"] = torch.tensor(1.0)
-    return tensors
+    check(tiny_sd_folder, tmp_path / "pytorch_lora_weights.safetensors", 0.7)
 
 
 def test_sgm_block_numbers(tmp_path, tiny_sdxl_folder):
     """kohya's SDXL files count blocks as the original UNet does; the same weights move as in diffusers."""
-    path = write(tmp_path / "a.safetensors", sgm_tensors(tiny_sdxl_folder))
-    check(tiny_sdxl_folder, {"a": path}, {"a": 1.0})
-    targets = LoraTargets.of(components(pipeline(tiny_sdxl_folder)))
-    assert parse("a", path, targets).format is LoraFormat.KOHYA
+    unet = pipeline(tiny_sdxl_folder).unet
+    names = original_names(unet.state_dict(), unet.config["layers_per_block"])
+    made = factors(shapes_of(unet), alpha=1.0)
+    renamed = {names[f"{module}.weight"].removesuffix(".weight"): factor for module, factor in made.items()}
+    path = write(tmp_path / "a.safetensors", kohya_tensors(renamed))
+    assert check(tiny_sdxl_folder, path, 1.0).format is LoraFormat.KOHYA
 
 
-def test_every_module_has_one_meaning_per_name(folder):
+@pytest.mark.parametrize("model", ["sd", "sdxl"])
+def test_every_module_has_one_meaning_per_name(model, request):
     """No two modules share a spelling in any layout, in either family, and every UNet block has an original name."""
-    targets = LoraTargets.of(components(pipeline(folder)))
+    targets = LoraTargets.of(components(pipeline(request.getfixturevalue(f"tiny_{model}_folder"))))
     modules = {(ref.component, ref.module) for ref in targets.parameters}
     count = sum(1 for component, _ in modules if component == "unet")
     kohya = [name for name in targets.names[LoraFormat.KOHYA] if name.startswith("lora_unet_")]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftMixedModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -21,9 +20,9 @@ from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.values import LoraRef, LoraSet, RgbImage, Scheduler
+from plait_serving.diffusion.values import LoraRef, RgbImage, Scheduler
 from support.denoise import make_request
-from support.loras import lycoris_tensors, snapshot, write
+from support.loras import snapshot, write
 
 torch.set_num_threads(1)
 
@@ -174,28 +173,6 @@ def test_a_dora_beside_others(tmp_path, order):
     check(ours({name: read(folder) for name, folder in folders.items()}, scales), theirs(folders, scales))
 
 
-def test_a_request_with_several_kinds(tmp_path, tiny_sd_folder):
-    """Through the engine: the image of a DoRA, a LoHa and a LoKr in one set is that of a model with PEFT's weights, and
-    a request without them then gets the bare model's."""
-    unet = UNet2DConditionModel.from_pretrained(tiny_sd_folder, subfolder="unet")
-    kinds = ("dora", "loha", "lokr")
-    for seed, kind in enumerate(kinds):
-        write(tmp_path / "loras" / f"{kind}.safetensors", lycoris_tensors(unet, kind, seed=seed, strength=0.3))
-    scales = {"dora": 0.6, "loha": 0.9, "lokr": -0.7}
-    chosen = tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items())
-    targets = LoraTargets.of({"unet": unet})
-    files = {name: parse(name, tmp_path / "loras" / f"{name}.safetensors", targets) for name in kinds}
-    merged = Path(shutil.copytree(tiny_sd_folder, tmp_path / "merged"))
-    Merger({"unet": unet}).switch(chosen, files)
-    unet.save_pretrained(merged / "unet")
-    source = FolderSource(tmp_path / "loras")
-    found = images_of(tiny_sd_folder, source, [chosen, ()])
-    wanted = images_of(merged, source, [()]) + images_of(tiny_sd_folder, source, [()])
-    for ours, other in zip(found, wanted, strict=True):
-        assert np.abs(ours.astype(int) - other.astype(int)).max() <= 1
-    assert np.abs(found[0].astype(int) - found[1].astype(int)).max() > 20
-
-
 def test_a_request_that_moves_biases(tmp_path, tiny_sd_folder):
     """Through the engine: `diff_b` of UNet and text encoder give the image of diffusers' pipeline with these biases."""
     pipe = StableDiffusionPipeline.from_pretrained(tiny_sd_folder, local_files_only=True)
@@ -218,19 +195,14 @@ def test_a_request_that_moves_biases(tmp_path, tiny_sd_folder):
                 value.data += 0.7 * change
     wanted.append(theirs())
     write(tmp_path / "biased.safetensors", tensors)
-    found = images_of(tiny_sd_folder, FolderSource(tmp_path), [(), (LoraRef(name="biased", scale=0.7),)])
+    settings = EngineSettings(
+        model=tiny_sd_folder, lora_source=FolderSource(tmp_path), knobs=EngineKnobs(threads=1), converts=False
+    )
+    engine = build_engine(settings)
+    asked = make_request(prompt="red apple", steps=3, guidance_scale=4.0, seed=3, scheduler=Scheduler.EULER)
+    biased = replace(asked, loras=(LoraRef(name="biased", scale=0.7),))
+    found = [engine.generate(one, timeout_s=60).images[0] for one in (asked, biased)]
+    engine.stop(drain_s=0)
     for ours, other in zip(found, wanted, strict=True):
         assert np.abs(ours.astype(int) - other.astype(int)).max() <= 2
     assert np.abs(found[0].astype(int) - found[1].astype(int)).max() > 20
-
-
-def images_of(folder: Path, source: FolderSource, sets: list[LoraSet]) -> list[RgbImage]:
-    """An engine's images of one prompt, with each set in turn."""
-    engine = build_engine(
-        EngineSettings(model=folder, lora_source=source, knobs=EngineKnobs(threads=1), converts=False)
-    )
-    try:
-        asked = make_request(prompt="red apple", steps=3, guidance_scale=4.0, seed=3, scheduler=Scheduler.EULER)
-        return [engine.generate(replace(asked, loras=loras), timeout_s=60).images[0] for loras in sets]
-    finally:
-        engine.stop(drain_s=0)

@@ -5,29 +5,15 @@ Tiny random SD and SDXL models with a ControlNet and a LoRA. `test_edit_equality
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.unet.samplers import SPACED as SPACING
-from plait_serving.diffusion.values import (
-    ControlRef,
-    Edit,
-    Failed,
-    Finished,
-    LoraPolicy,
-    LoraRef,
-    Preview,
-    Progress,
-    PromptSyntax,
-    Scheduler,
-    Sigmas,
-)
+from plait_serving.diffusion.values import ControlRef, Edit, LoraRef, Scheduler, Sigmas
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image
-from support.engine_probe import WAIT_S
 from support.rig import ask, rig_of, sd, sdxl
 from support.tiny import IMAGE_SIZE
 
@@ -36,14 +22,12 @@ __all__ = ["rig_of", "sd", "sdxl"]
 CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, start=0.2, end=0.7)
 LORA = LoraRef(name="one", scale=0.9)
 IMG2IMG = Edit(image=control_image(5, IMAGE_SIZE), strength=0.6)
-TWICE = [scheduler for scheduler in Scheduler if scheduler.calls_per_step == 2]
 SPACED = [(scheduler, sigmas) for scheduler in SPACING for sigmas in Sigmas]
 RANDOM = [
     {"scheduler": Scheduler.DDPM}, {"scheduler": Scheduler.DPMPP_2M_SDE}, {"scheduler": Scheduler.DPMPP_SDE},
     {"scheduler": Scheduler.EULER_A}, {"scheduler": Scheduler.DDIM, "eta": 0.7},
 ]  # fmt: skip
 TINY_LAYERS = 3
-RANDOM_IDS = ["ddpm", "dpmpp_2m_sde", "dpmpp_sde", "euler_a", "ddim-eta"]
 
 
 @pytest.mark.parametrize("scheduler", Scheduler)
@@ -57,19 +41,17 @@ def test_every_sampler_equals_diffusers(sd, scheduler):
 
 @pytest.mark.parametrize(("scheduler", "sigmas"), SPACED)
 def test_every_spacing_equals_diffusers(sd, scheduler, sigmas):
-    """Noise levels by each formula, whole and from the middle of the schedule; the formula changes the picture."""
+    """Noise levels by each formula, whole and, by one, from the middle of the schedule; it changes the picture."""
     probe, reference = sd
-    for asked in (
-        ask(21, scheduler=scheduler, sigmas=sigmas),
-        ask(22, scheduler=scheduler, sigmas=sigmas, edit=IMG2IMG),
-    ):
+    plain = probe.latents(ask(21, scheduler=scheduler, sigmas=Sigmas.NORMAL))[0]
+    for edit in (None, IMG2IMG) if sigmas is Sigmas.KARRAS else (None,):
+        asked = ask(21, scheduler=scheduler, sigmas=sigmas, edit=edit)
         (ours,) = probe.latents(asked)
         assert ulps(ours, reference(asked)) <= EQUAL
-    (plain,) = probe.latents(ask(22, scheduler=scheduler, sigmas=Sigmas.NORMAL, edit=IMG2IMG))
-    assert (sigmas is Sigmas.NORMAL) == (ulps(plain, ours) <= EQUAL)
+        assert (sigmas is Sigmas.NORMAL) == (ulps(plain, ours) <= EQUAL)
 
 
-@pytest.mark.parametrize("options", RANDOM, ids=RANDOM_IDS)
+@pytest.mark.parametrize("options", RANDOM, ids=str)
 def test_random_samplers_equal_diffusers_and_repeat(sd, options):
     """Noise of each step is drawn as by diffusers, anew for each image, and again for the same seed."""
     probe, reference = sd
@@ -112,23 +94,6 @@ def test_guidance_rescale_and_clip_skip_equal_diffusers(model, request):
         assert (ours - plain).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("negative", [None, "", "a red cat"])
-@pytest.mark.parametrize("model", ["sd", "sdxl"])
-def test_empty_and_equal_prompts_equal_diffusers(model, request, negative):
-    """An empty prompt is encoded like any other, in both syntaxes; layers are left out for the prompt only, also where
-    the negative prompt is the same text."""
-    probe, reference = request.getfixturevalue(model)
-    asked = ask(75, prompt="", negative_prompt=negative)
-    theirs = reference(asked)
-    for syntax in PromptSyntax:
-        (ours,) = probe.latents(replace(asked, prompt_syntax=syntax))
-        assert ulps(ours, theirs) <= EQUAL
-    for prompt in ("", "a red cat"):
-        skipping = replace(asked, prompt=prompt, clip_skip=1)
-        (ours,) = probe.latents(skipping)
-        assert ulps(ours, reference(skipping)) <= EQUAL
-
-
 def test_options_in_company_and_in_edits_equal_diffusers(sdxl):
     """A batch whose requests differ in every option, with an edit and a ControlNet among them."""
     probe, reference = sdxl
@@ -153,56 +118,18 @@ def test_the_layers_that_can_be_left_out_end(sd, sdxl):
 
 
 def test_second_prompts_and_sizes_equal_diffusers(sdxl):
-    """SDXL's own arguments, in a generation, with a ControlNet and in an edit, in company; and they matter."""
+    """SDXL's own arguments, in a generation, with a ControlNet and in an edit, in company; and they matter. Negative
+    prompts may be left out, both or either."""
     probe, reference = sdxl
     own = {"prompt_2": "green tree", "negative_prompt_2": "dog", "original_size": (1024, 768),
            "target_size": (512, 640), "crop": (30, 5)}  # fmt: skip
-    asked = [ask(85, **own), ask(86, controlnets=(CONTROL,), **own), ask(87, edit=IMG2IMG, **own), ask(88)]
+    asked = [ask(85, **own), ask(86, controlnets=(CONTROL,), **own), ask(87, edit=IMG2IMG, **own)]
+    asked += [replace(one, negative_prompt=None) for one in asked[:2]] + [replace(asked[2], negative_prompt_2=None)]
+    asked += [replace(asked[0], negative_prompt=None, negative_prompt_2=None)]
+    asked = [replace(one, request_id=str(i)) for i, one in enumerate(asked)]
     ours = probe.latents(*asked)
     for one, latents in zip(asked, ours, strict=True):
         assert ulps(latents, reference(one)) <= IN_COMPANY
     for name in own:
         (less,) = probe.latents(replace(asked[0], **{name: (0, 0) if name == "crop" else None}))
         assert (less - ours[0]).abs().max() > 1e-4, name
-
-
-@pytest.mark.parametrize("scheduler", TWICE)
-@pytest.mark.parametrize("edit", [None, IMG2IMG], ids=["whole", "img2img"])
-def test_steps_of_two_calls_are_counted_as_steps(sd, scheduler, edit):
-    """Progress and previews tell steps; the forecast and the queue count calls."""
-    probe, _ = sd
-    events = []
-    asked = ask(91, scheduler=scheduler, steps=5, edit=edit)
-    probe.latents(asked, on_event=events.append)
-    steps = 3 if edit else 5
-    assert [event for event in events if isinstance(event, Progress)] == [
-        Progress(step=step + 1, steps=steps) for step in range(steps)
-    ]
-    assert len(probe.batches) == asked.calls == 2 * steps - 1
-    ended = threading.Event()
-    previews: list[int] = []
-
-    def tell(event) -> None:
-        if isinstance(event, Preview):
-            previews.append(event.step)
-        if isinstance(event, Finished | Failed):
-            ended.set()
-
-    probe.engine.submit(replace(asked, request_id="previewed", partial_images=2), tell)
-    assert ended.wait(WAIT_S)
-    assert previews == ([1, 1] if edit else [1, 3])
-
-
-def test_lora_free_steps_of_two_calls_are_steps(sd):
-    """Two steps without the set are four calls: with all steps but the last free, only the last call has it."""
-    probe, _ = sd
-    free = {"lora_policy": LoraPolicy.BOUNDED_ASYNC, "loras": (LORA,), "scheduler": Scheduler.HEUN, "steps": 3}
-    seen = []
-    denoiser = probe.engine.pool.first.stepper.denoiser
-    predict = denoiser.predict
-    denoiser.predict = lambda calls: seen.append(bool(calls[0].merged or calls[0].loras)) or predict(calls)
-    try:
-        probe.latents(ask(95, lora_free_steps=2, **free))
-    finally:
-        denoiser.predict = predict
-    assert seen == [False] * 4 + [True]

@@ -1,14 +1,14 @@
-"""The plainest step loop, to test denoisers and samplers without an engine, and diffusers' answer to compare with.
-
-`run_requests` steps requests together, each at its own step; `run_pipeline` asks a stock pipeline.
-"""
+"""Small requests, a denoiser's call without an engine, and diffusers' answers to compare with."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from plait_kernels.executors.module_lock import MODULES
-from plait_serving.diffusion.errors import EngineError
-from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.protocols import ActiveControl, Conditioning, ControlNetClient, Denoiser, StepCall
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, Scheduler
 
@@ -71,43 +69,6 @@ EDITS = {
 }
 
 
-@dataclass
-class DenoisingRequest:
-    """A request between two steps."""
-
-    request: ImageRequest
-    sampler: Any
-    latents: torch.Tensor
-    conditioning: Any
-    controls: tuple[ActiveControl, ...]
-    step: int = 0
-    error: EngineError | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has finished or failed."""
-        return self.error is not None or self.step >= len(self.sampler.timesteps)
-
-    def call(self) -> StepCall:
-        """Its part of the next denoiser call."""
-        refs = zip(self.controls, self.request.controlnets, strict=True)
-        return StepCall(
-            request=self.request,
-            conditioning=self.conditioning,
-            sample=self.sampler.scale_input(self.latents, self.step),
-            timestep=self.sampler.timesteps[self.step],
-            controls=tuple(control for control, ref in refs if ref.acts_in(self.step, self.request.steps)),
-        )
-
-    def advance(self, output: torch.Tensor | EngineError) -> None:
-        """Takes the model's output."""
-        if isinstance(output, EngineError):
-            self.error = output
-            return
-        self.latents = self.sampler.step(output, self.step, self.latents)
-        self.step += 1
-
-
 def prepared(encoder: Any, request: ImageRequest) -> Conditioning:
     """The prompts, encoded at once by a denoiser or a `PromptEncoder`."""
     encoding = encoder.begin(request)
@@ -116,10 +77,10 @@ def prepared(encoder: Any, request: ImageRequest) -> Conditioning:
     return found
 
 
-def start(
-    bundle: Bundle, denoiser: Denoiser, request: ImageRequest, clients: Mapping[str, ControlNetClient] | None = None
-) -> DenoisingRequest:
-    """A request before its first step."""
+def first_call(
+    denoiser: Denoiser, request: ImageRequest, clients: Mapping[str, ControlNetClient] | None = None
+) -> StepCall:
+    """A request's part of its first denoiser call."""
     sampler = denoiser.sampler(request, request.seeds)
     conditioning = prepared(denoiser, request)
     controls = []
@@ -127,7 +88,32 @@ def start(
         client = (clients or {})[ref.name]
         session = client.open(image=ref.image, conditioning=conditioning, width=request.width, height=request.height)
         controls.append(ActiveControl(client=client, session=session, scale=ref.scale))
-    return DenoisingRequest(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
+    return StepCall(
+        request=request,
+        conditioning=conditioning,
+        sample=sampler.scale_input(sampler.init_latents(), 0),
+        timestep=sampler.timesteps[0],
+        controls=tuple(controls),
+    )
+
+
+@lru_cache(maxsize=8)
+def _loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """The folder's own pipeline, whose parts all others of it share."""
+    index = json.loads((folder / "model_index.json").read_text())
+    # diffusers wants to be told what the folder says is not there.
+    absent = {part: None for part, kind in index.items() if kind == [None, None]}
+    with MODULES:  # an engine may convert behind
+        return getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **absent)
+
+
+def pipeline_of(name: str, folder: Path, dtype: torch.dtype, **parts: Any) -> Any:
+    """A stock pipeline of that name on a folder, with these parts in place of the folder's."""
+    own, kind = _loaded(folder, dtype), getattr(diffusers, name)
+    wanted = {**own.config, **own.components, **parts}
+    pipeline = kind(**{part: it for part, it in wanted.items() if part in inspect.signature(kind).parameters})
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def reference_pipeline(
@@ -142,14 +128,13 @@ def reference_pipeline(
     is_xl = (folder / "text_encoder_2").is_dir()
     name = f"StableDiffusion{'XL' if is_xl else ''}{'ControlNet' if controlnets else ''}{edits}Pipeline"
     extra: dict[str, Any] = {} if is_xl else {"safety_checker": None}
-    with MODULES:  # an engine may convert behind
-        if controlnets:
+    if controlnets:
+        with MODULES:
             nets = [ControlNetModel.from_pretrained(path, torch_dtype=dtype) for path in controlnets]
-            extra["controlnet"] = nets if len(nets) > 1 else nets[0]
-        pipeline = getattr(diffusers, name).from_pretrained(folder, torch_dtype=dtype, **extra)
+        extra["controlnet"] = nets if len(nets) > 1 else nets[0]
+    pipeline = pipeline_of(name, folder, dtype, **extra)
     if scheduler is not None:
         pipeline.scheduler = SCHEDULER_CLASSES[scheduler].from_config(pipeline.scheduler.config)
-    pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
@@ -163,8 +148,11 @@ def scheduled(pipeline: Any, scheduler: Scheduler) -> Iterator[Any]:
 
 
 def fused(pipeline: Any, loras: Path | None, request: ImageRequest) -> Any:
-    """The pipeline with the request's LoRAs, files of a folder, in its weights."""
+    """The pipeline with the request's LoRAs, files of a folder, in weights of its own."""
     names = [lora.name for lora in request.loras]
+    for part in ("unet", "transformer", "text_encoder", "text_encoder_2") if names else ():
+        if getattr(pipeline, part, None) is not None:
+            setattr(pipeline, part, copy.deepcopy(getattr(pipeline, part)))
     for name in names:
         pipeline.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
     if names:

@@ -21,7 +21,6 @@ from support.engine_probe import WAIT_S, Probe
 from support.tiny import IMAGE_SIZE
 from support.tiny_flow import FlowReference, tiny_flow_lora, tiny_flux, tiny_sd3
 
-MODELS = ("sd3", "dev", "schnell", "kontext")
 MAKE = {
     "sd3": tiny_sd3,
     "sd3-without-t5": lambda folder: tiny_sd3(folder, t5=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
 from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
@@ -28,20 +29,21 @@ def ask(seed: int, **more) -> ImageRequest:
 @pytest.fixture(scope="module")
 def rig_of(tmp_path_factory):
     """``rig_of(folder, controlnets)``: a probe on the model with those ControlNets and the LoRAs of a folder (or tiny
-    ones: one, two, three), and diffusers on both."""
+    ones: one, two), and diffusers on both, in float32 or another dtype."""
     probes = []
 
-    def build(folder, controlnets, loras=None):
+    def build(folder, controlnets, loras=None, dtype="float32"):
         if loras is None:
             loras = tmp_path_factory.mktemp("loras")
             tiny_lora(loras / "one.safetensors", folder, fmt="peft", rank=3, with_text_encoder=True)
             tiny_lora(loras / "two.safetensors", folder, fmt="kohya", rank=2, conv=True, seed=5)
-            tiny_lora(loras / "three.safetensors", folder, fmt="peft", rank=6, with_text_encoder=True, seed=7)
         settings = EngineSettings(
-            model=folder, lora_source=FolderSource(loras), controlnets=controlnets, knobs=KNOBS, converts=False
-        )
+            model=folder, lora_source=FolderSource(loras), controlnets=controlnets, knobs=KNOBS, converts=False,
+            dtype=dtype,
+        )  # fmt: skip
         probes.append(Probe(build_engine(settings, costs=EveryBatchPays())))
-        return probes[-1], partial(fused_reference, folder, loras=loras, controlnets=controlnets, kept={})
+        reference = partial(fused_reference, folder, loras=loras, controlnets=controlnets, kept={})
+        return probes[-1], partial(reference, dtype=getattr(torch, dtype))
 
     yield build
     for probe in probes:

@@ -20,9 +20,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5TokenizerFast
 
-from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
-from support.denoise import edits_of, fused
+from support.denoise import edits_of, fused, pipeline_of
 from support.tiny import CLIP_TOKENIZER, NO, WORDS, seeded, text_model, tiny_tokenizer, tiny_vae, write_parts
 
 SHIFTS = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 16, "max_image_seq_len": 256}
@@ -160,12 +159,7 @@ class FlowReference:
         name = f"{self._index['_class_name'].removesuffix('Pipeline')}{edits_of(request)}Pipeline"
         key = name, request.loras
         if key not in self._kept:
-            with MODULES:
-                # diffusers wants to be told what the folder says is not there.
-                absent = {part: None for part, kind in self._index.items() if kind == [None, None]}
-                pipe = getattr(diffusers, name).from_pretrained(self._folder, dtype=self._dtype, **absent)
-            pipe.set_progress_bar_config(disable=True)
-            self._kept[key] = fused(pipe, self._loras, request)
+            self._kept[key] = fused(pipeline_of(name, self._folder, self._dtype), self._loras, request)
         return self._kept[key]
 
     def _run(self, pipe: Any, request: ImageRequest, **extra: Any) -> torch.Tensor:

@@ -159,17 +159,6 @@ def test_a_batch_that_lowers_rows_per_second_is_left_at_once_and_not_made_again(
     assert server.batches.count(4) > 0.9 * len(server.batches)
 
 
-def test_it_is_never_slower_than_its_twin_once_taught():
-    """All end no later than with the whole group, whatever the cost; the mean latency is no longer either."""
-    for cost in (linear, friendly, worse_from_four):
-        server, twin = taught(cost), taught(cost, naive=True)
-        for every_s in (0.0, 2.5):
-            begun_s, twin_begun_s = server.now_s, twin.now_s
-            ours, theirs = mean(server.serve(24, every_s=every_s)), mean(twin.serve(24, every_s=every_s))
-            assert server.now_s - begun_s <= 1.02 * (twin.now_s - twin_begun_s)
-            assert ours <= 1.02 * theirs
-
-
 def test_noise_does_not_make_it_flap():
     """Three per cent of noise and a step in fifty that is disturbed: the size of the batch hardly ever changes."""
     rng = random.Random(0)

@@ -26,9 +26,10 @@ def asked(**changes) -> ImageRequest:
 
 
 def test_pixels_are_mixed_by_the_mask():
-    """The image's own at 0, the made ones at 255, a fifth of the way at 51."""
+    """The image's own at 0, the made ones at 255, a fifth of the way at 51; unless that is not wanted."""
     (found,) = overlaid((MADE,), (False,), EDIT)
     assert found[0, :, 0].tolist() == [100, 200, 120]
+    assert overlaid((MADE,), (False,), replace(EDIT, overlay=False)) == (MADE,)
 
 
 def test_a_flagged_image_stays_black():

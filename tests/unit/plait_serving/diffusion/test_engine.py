@@ -20,15 +20,13 @@ from plait_serving.diffusion.errors import (
     RequestError,
 )
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.values import (
-    LoraPolicy,
-    LoraRef,
-    Progress,
-)
+from plait_serving.diffusion.values import Edit, LoraPolicy, LoraRef, Preview, Progress, Scheduler
 from support.engine import WAIT_S, Gate, request, rig
 from support.waiting import wait_for
 
 __all__ = ["rig"]
+
+PICTURE = np.zeros((16, 16, 3), np.uint8)
 
 
 def value(image) -> int:
@@ -151,6 +149,36 @@ def test_bounded_async_runs_exactly_k_free_steps_whenever_the_set_arrives(rig, l
     result = watch.result()
     assert value(result.images[0]) == 10 + 2 * 1 + 4 * 3
     assert (result.lora_policy, result.lora_free_steps) == (LoraPolicy.BOUNDED_ASYNC, 2)
+
+
+def test_free_steps_of_two_calls_are_steps(rig):
+    """Heun's: with all steps but the last one free, the last call alone has the set."""
+    watch = rig(provider=FakeProvider(["s"])).ask(
+        steps=3, scheduler=Scheduler.HEUN, loras=(LoraRef(name="s", scale=2.0),),
+        lora_policy=LoraPolicy.BOUNDED_ASYNC, lora_free_steps=2,
+    )  # fmt: skip
+    assert value(watch.result().images[0]) == 10 + 4 * 1 + 1 * 3
+
+
+@pytest.mark.parametrize(("strength", "steps", "previewed"), [(None, 5, [1, 3]), (0.6, 3, [1, 1])])
+def test_steps_of_two_calls_are_told_as_steps(rig, strength, steps, previewed):
+    """Progress and previews, of a generation and of an edit; the denoiser is called twice for each but the last."""
+    built = rig()
+    edit = None if strength is None else Edit(image=PICTURE, strength=strength)
+    watch = built.ask(steps=5, scheduler=Scheduler.HEUN, edit=edit, partial_images=2)
+    watch.result()
+    told = [event for event in watch.events if isinstance(event, Progress)]
+    assert told == [Progress(step=step + 1, steps=steps) for step in range(steps)]
+    assert [event.step for event in watch.events if isinstance(event, Preview)] == previewed
+    assert len(built.denoiser.calls) == 2 * steps - 1
+
+
+def test_an_image_is_encoded_once_for_all_images_of_a_request(rig, monkeypatch):
+    """Which are several units."""
+    encoded, encode = [], FakeDenoiser.encode
+    monkeypatch.setattr(FakeDenoiser, "encode", lambda *given: encoded.append(given) or encode(*given))
+    result = rig(largest_batch=2).ask(n=5, edit=Edit(image=PICTURE)).result()
+    assert (len(result.images), len(encoded)) == (5, 1)
 
 
 def test_a_text_lora_is_in_before_the_prompt_it_acts_on_is_encoded(rig):

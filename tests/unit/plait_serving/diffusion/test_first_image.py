@@ -10,7 +10,7 @@ from support.engine import request
 from support.waiting import wait_for
 
 FLOOD, OTHER = Tenant(name="flood"), Tenant(name="other")
-QUEUED, STEPS, WAIT_S = 1000, 4, 300.0
+QUEUED, STEPS, WAIT_S = 400, 4, 300.0
 
 
 @pytest.fixture(params=TABLES.values(), ids=TABLES.keys())
@@ -30,14 +30,14 @@ def alone_s(virtual):
     return virtual.now_s - before_s
 
 
-def test_behind_a_thousand_requests_it_is_late_by_one_request_of_its_kind_at_most(virtual):
-    """Whenever it comes, twenty times, while the flood has its share in between."""
+def test_behind_hundreds_of_requests_it_is_late_by_one_request_of_its_kind_at_most(virtual):
+    """Whenever it comes, eight times, while the flood has its share in between."""
     one_s = alone_s(virtual)
     seen, first = [], virtual.calls + 20
-    for number, call in enumerate(range(first, first + 20 * 9, 9)):
+    for number, call in enumerate(range(first, first + 8 * 9, 9)):
         virtual.at[call] = lambda number=number: seen.append(virtual.ask(f"other-{number}", OTHER, steps=STEPS))
     virtual.at[virtual.calls + 1] = lambda: [virtual.ask(f"f{i}", FLOOD, steps=STEPS) for i in range(QUEUED)]
     virtual.ask("first", FLOOD, steps=STEPS)
-    wait_for(lambda: len(seen) == 20 and all(seen), WAIT_S)
+    wait_for(lambda: len(seen) == 8 and all(seen), WAIT_S)
     delays = [(times["stepped_s"] - one_s) / one_s for times in seen]
     assert max(delays) <= 1.0, delays

@@ -197,12 +197,17 @@ def test_a_set_larger_than_its_share_has_its_turns_beside_one_that_never_stops(w
     assert calls["victim"] >= 3 * calls["large"]
 
 
-def test_several_larger_than_their_shares_take_turns(world):
+@pytest.mark.parametrize("are_inputs", [True, False])
+def test_several_larger_than_their_shares_take_turns(world, are_inputs):
     """Three tenants with six requests each, of seven LoRAs and ten steps: none has to wait for all of another's. One
-    that comes has a request ahead, so of 60 steps the last one has more than half when the first is done."""
+    that comes has a request ahead, so of 60 steps the last one has more than half when the first is done. All steps of
+    each have its set, whether that is an input or merged, however often it has made room for others'."""
+    if not are_inputs:
+        world.rig.denoiser.taken = set()
     for i in range(18):
         world.send(f"{i}", Tenant(name=f"t{i % 3}"), loras("abc"[i % 3], BUDGET), steps=10)
-    world.wait(*(f"{i}" for i in range(18)))
+    ends = world.wait(*(f"{i}" for i in range(18)))
+    assert {int(event.result.images[0].max()) for _, event in ends} == {10 + 10 + 10 * BUDGET // 2}
     holders = [name for held, _ in world.seen for name in held]
     assert Counter(holders) == {"t0": 60, "t1": 60, "t2": 60}  # in each call, one
     first_end = next(i for i, name in enumerate(holders) if holders[: i + 1].count(name) == 60)

@@ -14,9 +14,6 @@ from plait_serving.diffusion.request_fields import (
     RequestField,
     body_fields,
     choice,
-    controls,
-    echoed,
-    echoed_fields,
     given,
     request_fields,
     whole,
@@ -30,8 +27,8 @@ class Asked:
     """What an engine would read."""
 
     steps: Annotated[int, RequestField(type=whole(1, 9), name="num_steps")]
-    share: Annotated[float, RequestField(type=Fraction, about="of it", infotext="Share", control="Share")] = 0.5
-    kind: Annotated[Scheduler | None, RequestField(type=choice(Scheduler), echoed=True)] = None
+    share: Annotated[float, RequestField(type=Fraction)] = 0.5
+    kind: Annotated[Scheduler | None, RequestField(type=choice(Scheduler))] = None
     corner: Annotated[tuple[int, int], RequestField(type=Corner)] = (0, 0)
     inner: str = "no client can say so"
 
@@ -48,21 +45,6 @@ def test_a_body_has_the_fields_and_gives_what_the_engine_reads() -> None:
     for wrong in ({"num_steps": 10}, {"share": 1.5}, {"kind": "none"}, {"corner": [1]}, {"num_steps": True}):
         with pytest.raises(ValidationError):
             BODY.model_validate(wrong, strict=True)
-
-
-def test_answers_and_the_page_have_those_that_say_so() -> None:
-    """With what the page needs to draw one."""
-    assert list(create_model("Answer", **echoed_fields(Asked)).model_fields) == ["kind"]
-    assert echoed(Asked(steps=1, kind=Scheduler.LCM)) == {"kind": "lcm"}
-    (control,) = controls(Asked, ())
-    assert (control["name"], control["label"], control["infotext"], control["default"]) == (
-        "share",
-        "Share",
-        "Share",
-        0.5,
-    )
-    assert (control["schema"]["type"], control["schema"]["maximum"]) == ("number", 1.0)
-    assert control["schema"]["description"] == "of it"
 
 
 def test_a_value_that_no_client_can_give_is_found() -> None:

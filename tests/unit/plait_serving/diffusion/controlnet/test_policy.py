@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from plait_fabric import Unreachable
-from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.placement import PlacementTrial
@@ -65,25 +64,16 @@ def test_idle_sessions_are_forgotten() -> None:
 # ---- placement ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wanted", "has_service", "place"),
-    [
-        (Placement.AUTO, True, Placement.LOCAL),
-        (Placement.AUTO, False, Placement.LOCAL),
-        (Placement.LOCAL, False, Placement.LOCAL),
-        (Placement.REMOTE, True, Placement.REMOTE),
-        (Placement.REMOTE, False, None),
-    ],
-)
-def test_without_measurements(wanted: Placement, has_service: bool, place: Placement | None) -> None:
-    """AUTO takes what is possible, local if both are; an explicit placement never falls back."""
-    here, there = partial(FakeClient, 1.0), partial(FakeClient, 2.0) if has_service else None
-    client = MovableControlNetClient("edges", local=here, remote=there, wanted=lambda: wanted, clock=Clock())
-    if place is None:
-        with pytest.raises(ControlNetUnavailable):
-            client.place()
-    else:
-        assert client.place() is place
+def test_without_a_service() -> None:
+    """AUTO takes what is possible; an explicit placement never falls back."""
+    wanted = [Placement.AUTO]
+    client = MovableControlNetClient(
+        "edges", local=partial(FakeClient, 1.0), remote=None, wanted=lambda: wanted[0], clock=Clock()
+    )
+    assert client.place() is Placement.LOCAL
+    wanted[0] = Placement.REMOTE
+    with pytest.raises(ControlNetUnavailable):
+        client.place()
 
 
 class FakeClient:
@@ -315,9 +305,3 @@ def test_half_of_the_difference_moves() -> None:
     for counts in ((1, 0), (1, 1), (3, 2), (0, 5), (4,)):
         assert not any(worth_moving(_with_clients(*counts), "0", chance=chance) for _ in range(50))
     assert not worth_moving(_with_clients(9, 0), "gone", chance=chance)
-
-
-def test_backoff_doubles_up_to_its_bound() -> None:
-    """The pause grows with failures in a row and stays bounded however many there are."""
-    backoff = Backoff(first_s=0.5, max_s=3.0)
-    assert [backoff.wait_s(n) for n in (1, 2, 3, 4, 10_000)] == [0.5, 1.0, 2.0, 3.0, 3.0]

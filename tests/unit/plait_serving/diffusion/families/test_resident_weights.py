@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -61,26 +59,3 @@ def test_what_torch_writes_never_reaches_the_file(mapped):
     weights.take()
     assert torch.equal(FILE["body"].weight, before)
     assert torch.equal(live["body"].weight, before.float())
-
-
-def test_a_part_that_stays_runs_while_the_rest_goes(mapped):
-    """The head computes on another thread while weights are taken and released again and again."""
-    live, weights = mapped
-    failed: list[BaseException] = []
-    stop = threading.Event()
-
-    def compute() -> None:
-        try:
-            while not stop.is_set():
-                live["head"](torch.zeros(1, 3))
-        except RuntimeError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    for _ in range(300):
-        weights.take()
-        weights.release()
-    stop.set()
-    thread.join()
-    assert not failed

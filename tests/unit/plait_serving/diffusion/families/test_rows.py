@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.families.unet import denoiser as unet
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families.unet.controlnet import load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.protocols import Residuals
 from plait_serving.diffusion.values import ControlRef
-from support.denoise import control_image, make_request, max_difference, start
-from support.whole import WholeControlNet
+from support.denoise import control_image, first_call, make_request, max_difference
 
 
 class Client:
@@ -42,39 +43,32 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_sd_folder):
-    """A tiny model."""
-    return load_bundle(tiny_sd_folder)
-
-
-@pytest.fixture
-def denoiser(bundle):
-    """A fresh denoiser over it."""
-    return UNetDenoiser(bundle)
+def denoiser(tiny_sd_folder):
+    """Of a tiny model."""
+    return UNetDenoiser(load_bundle(tiny_sd_folder))
 
 
 @pytest.fixture(scope="module")
 def real(tiny_sd_controlnets):
     """A ControlNet that works."""
-    return WholeControlNet("real", load_controlnet(tiny_sd_controlnets[0]))
+    return LocalControlNetClient("real", load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32))
 
 
-def controlled(bundle, denoiser, *clients, seed: int = 1):
+def controlled(denoiser, *clients):
     """A call of a request with those ControlNets."""
     refs = tuple(ControlRef(name=client.name, image=control_image(1)) for client in clients)
-    request = make_request(seed=seed, controlnets=refs)
-    return start(bundle, denoiser, request, {client.name: client for client in clients}).call()
+    return first_call(denoiser, make_request(controlnets=refs), {client.name: client for client in clients})
 
 
-def test_a_failing_controlnet_fails_its_request_only(bundle, denoiser, real):
+def test_a_failing_controlnet_fails_its_request_only(denoiser, real):
     """Refused at the start, lost while waiting, or an error per call: the mates' outputs are as without them."""
     error = ControlNetUnavailable("lost")
     calls = [
-        controlled(bundle, denoiser),
-        controlled(bundle, denoiser, Client("gone", None, refuses=True)),
-        controlled(bundle, denoiser, real),
-        controlled(bundle, denoiser, Client("lost", error)),
-        controlled(bundle, denoiser, real, Client("one", [error])),
+        controlled(denoiser),
+        controlled(denoiser, Client("gone", None, refuses=True)),
+        controlled(denoiser, real),
+        controlled(denoiser, Client("lost", error)),
+        controlled(denoiser, real, Client("one", [error])),
     ]
     outputs = denoiser.predict(calls)
     assert [isinstance(output, ControlNetUnavailable) for output in outputs] == [False, True, False, True, True]
@@ -82,26 +76,26 @@ def test_a_failing_controlnet_fails_its_request_only(bundle, denoiser, real):
         assert max_difference(outputs[k], denoiser.predict([calls[k]])[0]) < 1e-4
 
 
-def test_residuals_of_another_shape_are_refused(bundle, denoiser):
+def test_residuals_of_another_shape_are_refused(denoiser):
     """A ControlNet of another model answers: its request fails with a clear error."""
     wrong = Residuals(down=(torch.zeros(2, 4, 8, 8),), mid=torch.zeros(2, 4, 8, 8))
-    outputs = denoiser.predict([controlled(bundle, denoiser, Client("foreign", [wrong])), controlled(bundle, denoiser)])
+    outputs = denoiser.predict([controlled(denoiser, Client("foreign", [wrong])), controlled(denoiser)])
     assert isinstance(outputs[0], ModelError)
     assert isinstance(outputs[1], torch.Tensor)
 
 
-def test_questions_leave_before_the_encoder_half(bundle, denoiser, monkeypatch):
+def test_questions_leave_before_the_encoder_half(denoiser, monkeypatch):
     """One batch per ControlNet; asked before the encoder half, awaited after it."""
     log: list[str] = []
     encode = unet.encoder_half
     monkeypatch.setattr(unet, "encoder_half", lambda *args: (log.append("encode"), encode(*args))[1])
     error = ControlNetUnavailable("no")
     a, b = Client("a", [error, error], log), Client("b", [error], log)
-    denoiser.predict([controlled(bundle, denoiser, a, b), controlled(bundle, denoiser, a)])
+    denoiser.predict([controlled(denoiser, a, b), controlled(denoiser, a)])
     assert log == ["start a 2", "start b 1", "encode", "wait a", "wait b"]
 
 
-def test_answers_of_a_failed_step_are_drained(bundle, denoiser, monkeypatch):
+def test_answers_of_a_failed_step_are_drained(denoiser, monkeypatch):
     """If the encoder half runs out of memory, answers in flight are awaited and dropped."""
     log: list[str] = []
 
@@ -110,5 +104,5 @@ def test_answers_of_a_failed_step_are_drained(bundle, denoiser, monkeypatch):
 
     monkeypatch.setattr(unet, "encoder_half", fail)
     with pytest.raises(RuntimeError, match="memory"):
-        denoiser.predict([controlled(bundle, denoiser, Client("a", [], log))])
+        denoiser.predict([controlled(denoiser, Client("a", [], log))])
     assert log == ["start a 1", "wait a"]

@@ -211,7 +211,6 @@ def test_a_bias_is_no_input_of_a_step(tmp_path):
         ("unet.nobody.diff_b", torch.ones(10), r"match nothing.*unet\.nobody\.diff_b"),
         ("unet.lin.diff", torch.ones(10, 6), "two kinds"),
         ("unet.lin.diff_b", torch.full((10,), math.nan), r"unet\.lin\.bias holds NaN or infinity"),
-        ("unet.lin.diff_b", torch.full((10,), math.inf), r"unet\.lin\.bias holds NaN or infinity"),
     ],
 )
 def test_a_difference_that_does_not_fit_is_named(tmp_path, key, value, sentence):
@@ -260,8 +259,6 @@ def test_bundled_embeddings_are_left_out_and_told_once(tmp_path, caplog):
     ("stem", "layout"),
     [
         ("unet.down_blocks.7.resnets.0.conv1", "PEFT (diffusers)"),
-        ("lora_unet_down_blocks_7_resnets_0_conv1", "kohya"),
-        ("diffusion_model.blocks.0.self_attn.q", "ComfyUI"),
         ("text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q", "ComfyUI"),
         ("unet.input_blocks.77.0.in_layers.2", "OneTrainer"),
         ("lycoris_down_blocks_7_resnets_0_conv1", "SimpleTuner (LyCORIS)"),
@@ -281,7 +278,6 @@ def test_unknown_keys_name_the_nearest_layout(stem, layout, tmp_path):
     ("names", "kind"),
     [
         (["lora_te_text_model.lora_up.weight"], "kohya"),
-        (["lora_te1_text_model.lora_up.weight"], "kohya"),
         (["base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"], "peft"),
         (["unet.down_blocks.0.attn1.processor.to_q_lora.lora.down.weight"], "peft"),
         (["text_encoders.clip_l.transformer.text_model.final_layer_norm.diff"], "comfyui"),
@@ -289,7 +285,6 @@ def test_unknown_keys_name_the_nearest_layout(stem, layout, tmp_path):
         (["lycoris_mid_block_resnets_0_conv1.lokr_w1"], "simpletuner"),
         (["model.diffusion_model.out.0.weight"], "unknown"),
         (["bundle_emb.dog.clip_l"], "unknown"),
-        ([], "unknown"),
     ],
 )
 def test_a_loras_format_is_told_by_its_names(names, kind):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers.loaders import lora_conversion_utils as theirs
+from diffusers.loaders.lora_conversion_utils import _convert_xlabs_flux_lora_to_diffusers
 from diffusers.loaders.single_file_utils import (
     convert_flux_transformer_checkpoint_to_diffusers,
     convert_sd3_transformer_checkpoint_to_diffusers,
@@ -200,7 +200,26 @@ def test_biases_of_whole_layers(model, tmp_path):
     assert all(is_close(after[key], value.double() + SCALE * changes[key].double()) for key, value in biases.items())
 
 
-# ---- XLabs, and diffusers' reading of it and of kohya's -------------------------------------------------------------
+def test_a_file_of_fals_trainer_of_kontext(tmp_path):
+    """The original blocks' names behind PEFT's prefix: what they mean without it, and the rank is alpha."""
+    model, blocks = known(FLUX), ("double_blocks.", "single_blocks.", "final_layer.linear")
+    made = factors({layer: shape for layer, shape in linear(model.original()).items() if layer.startswith(blocks)})
+    fal, plain = (
+        parse(
+            "a",
+            write(tmp_path / "a.safetensors", spelled({start + at: it for at, it in made.items()}, A_B)),
+            model.targets,
+        )
+        for start in ("base_model.model.", "diffusion_model.")
+    )
+    assert fal.factors.keys() == plain.factors.keys()
+    for ref, factor in plain.factors.items():
+        mine = fal.factors[ref]
+        assert torch.equal(mine.up @ mine.down, factor.up @ factor.down)
+        assert mine.alpha / mine.rank == factor.alpha / factor.rank == 1.0
+
+
+# ---- XLabs, and diffusers' reading of it ----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -211,15 +230,6 @@ def whole_flux() -> LoraTargets:
 
 
 WIDE = 3072
-KOHYA = {
-    "lora_unet_double_blocks_7_img_attn_qkv": (3 * WIDE, WIDE),
-    "lora_unet_double_blocks_7_txt_attn_qkv": (3 * WIDE, WIDE),
-    "lora_unet_double_blocks_7_txt_mlp_2": (WIDE, 4 * WIDE),
-    "lora_unet_double_blocks_7_img_mod_lin": (6 * WIDE, WIDE),
-    "lora_unet_single_blocks_31_linear1": (7 * WIDE, WIDE),
-    "lora_unet_single_blocks_31_linear2": (WIDE, 5 * WIDE),
-    "lora_unet_single_blocks_31_modulation_lin": (3 * WIDE, WIDE),
-}
 XLABS = {
     "double_blocks.18.processor.qkv_lora1": (3 * WIDE, WIDE),
     "double_blocks.18.processor.qkv_lora2": (3 * WIDE, WIDE),
@@ -230,35 +240,12 @@ XLABS = {
 }
 
 
-_HALF = {
-    "mod.lin": (6 * WIDE, WIDE), "attn.qkv": (3 * WIDE, WIDE), "attn.proj": (WIDE, WIDE),
-    "mlp.0": (4 * WIDE, WIDE), "mlp.2": (WIDE, 4 * WIDE),
-}  # fmt: skip
-_SINGLE = {"modulation.lin": (3 * WIDE, WIDE), "linear1": (7 * WIDE, WIDE), "linear2": (WIDE, 5 * WIDE)}
-FAL = {  # all of it: diffusers' converter wants every layer
-    **{f"double_blocks.{i}.{side}_{at}": it for i in range(19) for side in ("img", "txt") for at, it in _HALF.items()},
-    **{f"single_blocks.{i}.{at}": shape for i in range(38) for at, shape in _SINGLE.items()},
-    "final_layer.linear": (64, WIDE),
-}
-
-
-@pytest.mark.parametrize(
-    ("shapes", "ends", "alpha", "layout", "convert"),
-    [
-        (KOHYA, DOWN_UP, 1.5, LoraFormat.KOHYA, "kohya_flux"),
-        (XLABS, ("down.weight", "up.weight"), None, LoraFormat.XLABS, "xlabs_flux"),
-        ({f"base_model.model.{layer}": shape for layer, shape in FAL.items()}, A_B, None, LoraFormat.PEFT,
-         "fal_kontext"),
-    ],
-    ids=["kohya", "xlabs", "fal"],
-)  # fmt: skip
-def test_flux_files_mean_what_diffusers_makes_of_them(shapes, ends, alpha, layout, convert, tmp_path):
-    """At FLUX.1's own sizes each module's product, alpha included, is that of diffusers' converter."""
-    convert = getattr(theirs, f"_convert_{convert}_lora_to_diffusers")
-    tensors = spelled(factors(shapes, rank=4), ends, alpha)
+def test_xlabs_files_mean_what_diffusers_makes_of_them(tmp_path):
+    """At FLUX.1's own sizes each module's product is that of diffusers' converter."""
+    tensors = spelled(factors(XLABS, rank=4), ("down.weight", "up.weight"))
     lora = parse("a", write(tmp_path / "a.safetensors", tensors), whole_flux())
-    assert format_of_keys(tensors) == lora.format.value == layout.value
-    wanted = convert(dict(tensors))
+    assert format_of_keys(tensors) == lora.format.value == LoraFormat.XLABS.value
+    wanted = _convert_xlabs_flux_lora_to_diffusers(dict(tensors))
     made = {key.split(".lora_A")[0]: key for key in wanted if key.endswith(".lora_A.weight")}
     names = {str(ref): factor for ref, factor in lora.factors.items()}
     assert made.keys() == names.keys()
@@ -297,14 +284,12 @@ QKV = {SD3: "joint_blocks.0.x_block.attn.qkv", FLUX: "double_blocks.0.img_attn.q
         (FLUX, "lora_unet_no_such_layer", "2 of 2 keys match nothing in this model"),
         (FLUX, "lora_unet_double_blocks_99_img_attn_proj", "the nearest layout is that of kohya"),
         (FLUX, "lora_unet_down_blocks_0_attentions_0_proj_in", "the file is for Stable Diffusion 1, 2 or XL"),
-        (FLUX, "lora_unet_joint_blocks_0_x_block_attn_qkv", "the file is for Stable Diffusion 3"),
         (FLUX, "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj", "the file is for FLUX.2"),
         (FLUX, "diffusion_model.layers.0.attention.to_q", "the file is for Z-Image"),
         (SD3, "transformer.single_transformer_blocks.0.attn.to_q", "the file is for FLUX.1"),
         (LARGE, "transformer.transformer_blocks.0.attn2.to_q", "the file is for Stable Diffusion 3.5 Medium"),
         (SD3, "transformer.transformer_blocks.0.img_mlp.net.2", "the file is for Qwen-Image"),
         (FLUX, "lora_te2_encoder_block_0_layer_0_SelfAttention_q", "a LoRA with a part for T5, which stays as it is"),
-        (SD3, "lora_te3_encoder_block_0_layer_0_SelfAttention_q", "a LoRA with a part for T5, which stays as it is"),
         (None, "transformer.transformer_blocks.0.attn.to_q", "for a transformer, as Stable Diffusion 3 and FLUX.1 are"),
         (None, "lora_unet_double_blocks_0_img_attn_qkv", "the file is for FLUX.1"),
         (None, "lora_unet_joint_blocks_0_x_block_attn_qkv", "the file is for Stable Diffusion 3"),

@@ -61,9 +61,7 @@ def test_a_missing_part_is_named(folder, part):
 @pytest.mark.parametrize(
     ("file", "changes", "reason"),
     [
-        ("model_index.json", {"requires_aesthetics_score": True}, "refiner"),
         ("unet/config.json", {"class_embed_type": "timestep"}, "class conditioning"),
-        ("unet/config.json", {"num_class_embeds": 3}, "class conditioning"),
         ("unet/config.json", {"attention_type": "gated"}, "GLIGEN"),
         ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "IP-Adapter"),
         ("unet/config.json", {"addition_embed_type": "image"}, "addition_embed_type"),
@@ -71,9 +69,7 @@ def test_a_missing_part_is_named(folder, part):
         ("unet/config.json", {"class_embeddings_concat": True}, "class_embeddings_concat"),
         ("unet/config.json", {"encoder_hid_dim": 32}, "encoder_hid_dim"),
         ("unet/config.json", {"in_channels": 8}, "inpainting"),
-        ("unet/config.json", {"cross_attention_dim": 48}, "the text is 32 wide"),
         ("unet/config.json", {"down_block_types": ["DownBlock2D", "SimpleCrossAttnDownBlock2D"]}, "SimpleCrossAttn"),
-        ("scheduler/scheduler_config.json", {"prediction_type": "flow"}, "prediction_type"),
         ("scheduler/scheduler_config.json", {"beta_schedule": "laplace"}, "beta_schedule"),
     ],
 )
@@ -154,11 +150,14 @@ def test_ddim_in_a_folder_of_another_scheduler_steps_as_diffusers_does(folder, k
         config.pop(name, None)  # a folder made before there was such a field
     path.write_text(json.dumps({**config, **changes}))
     edit_json(folder / "model_index.json", scheduler=["diffusers", kind.__name__])
-    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    nothing = dict.fromkeys(("unet", "vae", "text_encoder", "tokenizer"))
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, **nothing)
     own = isinstance(pipeline.scheduler, DDIMScheduler)
     theirs = pipeline.scheduler if own else DDIMScheduler.from_config(pipeline.scheduler.config)
     theirs.set_timesteps(5)
-    ours = sampler_of(load_bundle(folder), make_request(steps=5, scheduler=Scheduler.DDIM), (1,), (4, 8, 8))
+    ours = sampler_of(
+        load_bundle(folder, outline=True), make_request(steps=5, scheduler=Scheduler.DDIM), (1,), (4, 8, 8)
+    )
     assert torch.equal(ours.timesteps, theirs.timesteps)
     sample, output = 3 * ours.init_latents(), torch.ones(1, 4, 8, 8)
     assert torch.equal(ours.step(output, 0, sample), theirs.step(output, theirs.timesteps[0], sample).prev_sample)
@@ -199,9 +198,7 @@ def test_a_controlnet_in_one_file_is_called_that(tmp_path, tiny_sd_controlnets):
         ({"_class_name": "ControlNetUnionModel"}, "ControlNetUnionModel"),
         ({"global_pool_conditions": True}, "global_pool_conditions"),
         ({"conditioning_embedding_out_channels": [16, 32, 96]}, "shrinks control images by 4"),
-        ({"class_embed_type": "timestep"}, "class conditioning"),
         ({"conditioning_channels": 1}, "reads 1"),
-        ({"addition_embed_type": "image"}, "addition_embed_type"),
     ],
 )
 def test_controlnets_that_can_not_run_are_refused(tiny_sd_controlnets, changes, reason):

@@ -22,7 +22,7 @@ def test_sdxl_holds_6_gb_at_most() -> None:
     memory = GraphMemory(FakeCapture(), budget_bytes=1 << 40)
     halves = graphed_halves(unet, memory)
     for height, width in ((128, 128), (144, 112)):
-        for images in (1, 5, 7, 16):
+        for images in (1, 16):
             rows = 2 * images
             text = torch.empty(rows, 77, 2048, dtype=torch.float16, device="meta")
             sample = torch.empty(rows, 4, height, width, dtype=torch.float16, device="meta")
@@ -32,6 +32,6 @@ def test_sdxl_holds_6_gb_at_most() -> None:
                 assert tuple(halves.decode(half, None).shape) == (rows, 4, height, width)
     while memory.capture_waiting():
         pass
-    assert memory.graphs == 2 * 2 * 4
+    assert memory.graphs == 2 * 2 * 2
     skips = 32 * 2 * 320 * (3 * 128**2 + 64**2) + 32 * 2 * 640 * (2 * 64**2 + 32**2) + 32 * 2 * 1280 * 3 * 32**2
     assert skips <= memory.nbytes <= 1.05 * skips < 6e9

@@ -217,7 +217,7 @@ def test_ordinary_step_counts_are_foretold_and_end(kind, config):
     """What a request counts before its sampler exists is what the sampler makes, also from the middle; the latents stay
     finite."""
     picture = np.zeros((48, 40, 3), np.uint8)
-    for count, edit in ((1, None), (2, None), (9, None), (50, None), (9, Edit(image=picture, strength=0.55))):
+    for count, edit in ((1, None), (2, None), (9, None), (20, None), (9, Edit(image=picture, strength=0.55))):
         asked = make_request(scheduler=kind, steps=count, edit=edit, width=40, height=48)
         sampler = make(kind, config, steps=count, first_step=asked.first_step)
         assert len(sampler.timesteps) == asked.calls

@@ -14,7 +14,8 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.config import UNetKind, check_vae_config
 from plait_serving.diffusion.families.unet.scheduler import COSINE, EDM, EDM_READ, OF_BETAS, READ, scheduler_config
-from support.families import edit_json
+from plait_serving.diffusion.values import Scheduler
+from support.families import edit_json, opened
 
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
 _OLD = {**_BETAS, "clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
@@ -23,9 +24,6 @@ _XL = {**_OLD, "interpolation_type": "linear", "prediction_type": "epsilon", "sa
        "timestep_spacing": "leading", "use_karras_sigmas": False}  # fmt: skip
 PUBLISHED = {
     "stable-diffusion-v1-5": {"_class_name": "PNDMScheduler", **_OLD},
-    "stable-diffusion-2-1": {"_class_name": "DDIMScheduler", **_OLD, "prediction_type": "v_prediction"},
-    "stable-diffusion-xl-base-1.0": {"_class_name": "EulerDiscreteScheduler", **_XL},
-    "sdxl-turbo": {"_class_name": "EulerAncestralDiscreteScheduler", **_XL, "timestep_spacing": "trailing"},
     "SDXL-Lightning": {
         "_class_name": "EulerDiscreteScheduler", **_XL, "timestep_spacing": "trailing", "final_sigmas_type": "zero",
         "rescale_betas_zero_snr": False, "sigma_max": None, "sigma_min": None, "timestep_type": "discrete",
@@ -43,13 +41,7 @@ _VAE = {
     "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4, "latent_channels": 4,
     "layers_per_block": 2, "norm_num_groups": 32, "out_channels": 3, "sample_size": 512,
 }  # fmt: skip
-_XL_VAE = {**_VAE, "sample_size": 1024, "scaling_factor": 0.13025, "force_upcast": True}
-VAES = {
-    "stable-diffusion-v1-5": _VAE,
-    "stable-diffusion-xl": _XL_VAE,
-    "sdxl-vae-fp16-fix": {**_XL_VAE, "sample_size": 512, "force_upcast": False, "latents_mean": None,
-                          "latents_std": None, "shift_factor": None, "use_quant_conv": True},
-}  # fmt: skip
+AMONG = (Scheduler.EULER, Scheduler.DPMPP_2M, Scheduler.DPMPP_2M_SDE)
 OTHERS = [
     "FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler", "SASolverScheduler",
     "IPNDMScheduler", "DDIMParallelScheduler", "CMStochasticIterativeScheduler",
@@ -99,12 +91,6 @@ def test_published_schedulers_load(name, folder):
     assert {key: written[key] for key in PUBLISHED[name]} == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", VAES)
-def test_published_vaes_load(name):
-    """As their files are."""
-    check_vae_config(VAES[name], UNetKind.SDXL, Path("config.json"))
-
-
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 @pytest.mark.parametrize("name", sorted(OF_BETAS))
 def test_schedulers_of_noise_made_of_betas_load(name, prediction):
@@ -127,10 +113,12 @@ def test_other_schedulers_are_refused(name, place, folder):
 
 @pytest.mark.parametrize("name", sorted(EDM | COSINE))
 def test_edm_schedulers_load(name, folder):
-    """As diffusers writes them; not as the noise of another kind of model, nor for what they cannot be told."""
+    """As diffusers writes them, for the samplers of their noise; not as the noise of another kind of model, nor for
+    what they cannot be told."""
     written = json.loads(getattr(diffusers, name)(sigma_max=90.0, sigma_data=0.7, rho=6.0).to_json_string())
     put(folder, written)
     assert load_bundle(folder, outline=True).scheduler_config.own_class == name
+    assert opened(folder).terms.samplers.among == (AMONG if name in EDM else (Scheduler.DPMPP_2M_SDE,))
     for other in ("EulerDiscreteScheduler", *((EDM | COSINE) - {name} if name in COSINE else COSINE)):
         with pytest.raises(ModelError, match=f"scheduler_config.json: {name} is not supported"):
             read(written, other)
