@@ -304,6 +304,8 @@ def test_what_an_image_says_of_its_making(client):
     assert (said["Prompt"], said["Negative prompt"], said["Seed"]) == ('a "b", c: d', "e\nf", "5")
     bare = client.post(f"{SDAPI}/png-info", json={"image": b64(png())}).json()
     assert bare == {"info": "", "items": {}, "parameters": {}}
+    refused = client.post(f"{SDAPI}/png-info", json={"image": "zzz"})
+    assert (refused.status_code, refused.json()["errors"]) == (400, "image: not valid base64")
 
 
 async def test_progress_and_interrupt_are_of_ones_own_requests():
