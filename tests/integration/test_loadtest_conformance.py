@@ -68,17 +68,10 @@ def test_every_request_is_told_as_the_server_knows_it():
     assert set(seen) >= set(ANSWERING) - {"big"}
 
 
-<<<<<<< HEAD
 @pytest.mark.slow
 def test_it_is_so_at_length():
     """10 s at 200/s, with bodies of 64 MiB."""
     seen = held_against_the_ledger(ANSWERING, duration_s=10, processes=1)
-=======
-@pytest.mark.slow  # half a minute: bodies of 64 MiB
-def test_it_is_so_at_length():
-    """2,000 requests, of all behaviours that answer."""
-    seen = held_against_the_ledger(ANSWERING, count=2000, processes=3)
->>>>>>> t6
     assert set(seen) == set(ANSWERING)
 
 
