@@ -79,7 +79,6 @@ def cases(device: str) -> list[OperatorCase]:
     geglus = [("sdxl", size) for size in _SDXL_GEGLUS] + [("sd15", size) for size in _SD15_GEGLUS]
     found = [_geglu(model, *size) for model, size in geglus[: 1 if small else None]]
     found += [_norm(model, *size) for model, size in (norms[2:3] if small else norms)]
-    found += [_norm(model, *size, last=False) for model, size in (norms[2:3] if small else norms[:6:2])]
     found += [_residuals("sdxl", *size) for size in ((640, 64), (320, 128))[: 1 if small else 2]]
     found += [_norm(model, *size, bare=True) for model, size in ([] if small else norms[2:5:2])]
     return found + ([_merge(_MERGED_WIDTH), *(_lookup(*size) for size in _LOOKUPS)] if small else [])
@@ -100,15 +99,14 @@ def _geglu(model: str, tokens: int, width: int) -> OperatorCase:
     )
 
 
-def _norm(model: str, channels: int, edge: int, *, last: bool = True, bare: bool = False) -> OperatorCase:
+def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> OperatorCase:
     """ResnetBlock2D's second half: time embedding, norm, SiLU. `bare`: Transformer2DModel's norm, nothing before it or
-    after it. `last`: channels come last."""
+    after it."""
 
     def make(device: str, dtype: torch.dtype) -> Arguments:
         x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype)
-        layout = torch.channels_last if last else torch.contiguous_format
         vectors = [(channels,), (channels,), (_ROWS, channels)][: 2 if bare else 3]
-        return x.to(memory_format=layout), *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
+        return x.to(memory_format=torch.channels_last), *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
 
     def plait(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
         per_group = channels // _GROUPS
@@ -121,7 +119,7 @@ def _norm(model: str, channels: int, edge: int, *, last: bool = True, bare: bool
         return functional.silu(functional.group_norm(x + time[0][:, :, None, None], _GROUPS, weight, bias, 1e-5))
 
     return OperatorCase(
-        name=f"group-norm-{'' if bare else 'silu-'}{model}-{channels}x{edge}{'' if last else '-contiguous'}",
+        name=f"group-norm-{'' if bare else 'silu-'}{model}-{channels}x{edge}",
         op="group_norm_silu",
         moved=2 * _ROWS * channels * edge * edge,
         make=make,

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
 from plait_bench.commands import environment, write_random_model
@@ -21,7 +20,6 @@ from plait_bench.images.fleet import ItemList, System, WorkerFleet
 from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet, PixelCheck, StartWorkload
 from plait_bench.images.orders import (
     START,
-    DeviceName,
     DTypeName,
     ImageSize,
     ImageSpec,
@@ -52,14 +50,9 @@ def interpreter() -> Path:
     return environment(cache_folder() / "openvino", pins, dropped=("torchvision",))
 
 
-def _formats(way: str, items: ItemList) -> tuple[str, ...]:
-    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too; a
-    transformer, which has hardly any convolutions, as it is and compiled."""
-    if items.settings.get("is_transformer"):
-        return ("", "compiled")
-    if items.settings.get("device") != "cuda":
-        return ("", "channels_last")
-    return ("",) if way == "stock" else ("channels_last", "compiled")
+def _formats(items: ItemList) -> tuple[str, ...]:
+    """Return the forms of a pipeline worth a trial; a transformer has hardly any convolutions."""
+    return ("", "compiled") if items.settings.get("is_transformer") else ("", "channels_last")
 
 
 def _whole(items: Sequence[ImageSpec], processes: int) -> list[list[int]]:
@@ -106,8 +99,7 @@ def _ours(name: str, worker: str = "Served", **settings: Any) -> System:
 
 def _diffusers(name: str, way: str, share: Callable[..., list[list[int]]] = evenly) -> System:
     return System(
-        name=name, factory="plait_bench.images.peers:Diffusers", share=share, settings={"way": way},
-        variants=partial(_formats, way),
+        name=name, factory="plait_bench.images.peers:Diffusers", share=share, settings={"way": way}, variants=_formats,
     )  # fmt: skip
 
 
@@ -117,47 +109,40 @@ SYSTEMS: Mapping[str, System] = {
         _ours("plait"),
         _ours("plait_exact", knobs={"exact": "always"}),
         _ours("plait_torch", executor="torch"),
-        # A ControlNet as a service: on the cores that the engine uses too, or on one that the engine leaves to it.
-        _ours("plait_shared", knobs={"controlnet_placement": "remote"}),
-        _ours("plait_own_cores", knobs={"controlnet_placement": "remote"}, is_split=True),
+        _ours("plait_shared", knobs={"controlnet_placement": "remote"}),  # a ControlNet as a service
         _ours("plait_engine", "InProcessEngine"),
         _diffusers("diffusers_fair", "fair", in_runs),
         _diffusers("diffusers", "stock"),
         _diffusers("diffusers_batched", "batched"),
         System(
-            name="openvino", factory="plait_bench.images.peers:OpenVino", share=evenly,
-            variants=lambda items: ("",) if items.one_by_one else ("", "batched"), interpreter=interpreter,
+            name="openvino", factory="plait_bench.images.peers:OpenVino", share=evenly, interpreter=interpreter
         ),
     )
-}  # fmt: skip
-"""All systems, in the order of the table."""
+}
 
 _TORCH = ("plait", "plait_torch", "diffusers_fair", "diffusers")
 _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     START: ("plait", "diffusers", "openvino"),
     "single": ("plait", "plait_exact", "plait_torch", "diffusers_fair", "diffusers", "openvino"),
     "controlnet": _TORCH,
-    "controlnet-service": ("plait", "plait_shared", "plait_own_cores", "diffusers_fair"),
+    "controlnet-service": ("plait", "plait_shared", "diffusers_fair"),
     "lora": _TORCH,
-    "same4": ("plait", "plait_torch", "diffusers_fair", "diffusers_batched", "openvino"),
+    "same4": ("plait", "plait_torch", "diffusers_fair", "diffusers_batched"),
     "same16": (*_TORCH, "diffusers_batched"),
     "mixed4": _TORCH,
     "mixed16": _TORCH,
     "distinct16": _TORCH,
 }
-_REMOTE = (START, "controlnet", "controlnet-service", "mixed16")
 _WITHOUT_START = {"plait_engine", "diffusers_fair", "diffusers_batched"}
 _ONLY: Mapping[str, tuple[str, ...]] = {
-    "openvino": (START, "single", "same4"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
+    "openvino": (START, "single"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
     "diffusers_batched": ("same4", "same16"),
-    **dict.fromkeys(("plait_shared", "plait_own_cores"), _REMOTE),
+    "plait_shared": (START, "controlnet", "controlnet-service", "mixed16"),
 }
 """What some systems can do."""
 
 _OF_TRANSFORMERS = frozenset(("plait", "plait_engine", "diffusers_fair", "diffusers", "diffusers_batched"))
 """Those that differ there, and can run one."""
-
-_ON_GPU = ("plait_engine", "diffusers_fair", "diffusers")
 
 
 def benchmark(
@@ -167,12 +152,11 @@ def benchmark(
     size: str = "starter",
     edge: int | None = None,
     dtype: str = "auto",
-    device: DeviceName = "cpu",
     systems: Sequence[str] = (),
 ) -> Benchmark:
     """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
     and their systems or those named. `edge` None: the size's own. `dtype` "auto": each that the CPU computes in (of a
-    transformer only the narrowest), float16 on a GPU.
+    transformer only the narrowest).
 
     The models of a real size that are missing are written first. Raises `BenchError` if models are missing, or a name
     is unknown.
@@ -181,8 +165,8 @@ def benchmark(
     root = models or (cache_folder() / kind.name if kind.family else _starter())
     names = chosen(only, kind.workloads, "workload")
     chosen(systems, tuple(SYSTEMS), "system")
-    measured = dtypes(dtype, device)[-1:] if kind.is_transformer else dtypes(dtype, device)
-    varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each, device=device) for each in measured]
+    measured = dtypes(dtype)[-1:] if kind.is_transformer else dtypes(dtype)
+    varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each) for each in measured]
     needed = ModelFolder.of(root, kind, [item for name in names for item in workload(name, varieties[0]).items])
     if not kind.family and (absent := needed.missing()):
         raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
@@ -220,24 +204,20 @@ def on_fleets(
         for name in names:
             items = workload(name, variety)
             # Where all systems stay open, they keep their models from workload to workload.
-            is_separate = size.max_open and not variety.on_gpu
-            settings = _settings(root, variety, items.items if is_separate else every)
-            taken = taking_part(name, size, systems, on_gpu=variety.on_gpu)
-            lists += _parts(replace(items, settings=settings), taken, variety)
+            settings = _settings(root, variety, items.items if size.max_open else every)
+            lists += _parts(replace(items, settings=settings), taking_part(name, size, systems), size)
     used = [system for name, system in SYSTEMS.items() if any(name in each.systems for each in lists)]
-    max_open = 0 if varieties[0].on_gpu else size.max_open
-    pool = FleetPool(used, lists, cores=host_cores or cores(), max_open=max_open, open_fleet=open_fleet)
+    pool = FleetPool(used, lists, cores=host_cores or cores(), max_open=size.max_open, open_fleet=open_fleet)
     check = PixelCheck()
     return Benchmark(workloads=tuple(OnFleets(each, pool, check) for each in lists), session=pool.session)
 
 
-def _parts(items: ItemList, names: Sequence[str], variety: Variety) -> list[ItemList]:
+def _parts(items: ItemList, names: Sequence[str], size: ImageSize) -> list[ItemList]:
     """Return the workload; where not all systems fit in memory, once for each peer, beside ours.
 
     Two systems that are open in turn would otherwise be opened anew for every round.
     """
-    size = variety.size
-    if variety.on_gpu or not size.max_open or len(names) <= size.max_open or size.max_open == 1:
+    if not size.max_open or len(names) <= size.max_open or size.max_open == 1:
         return [replace(items, systems=frozenset(names))] if names else []
     ours, *others = names
     peers = sorted(others, key=lambda name: (not name.startswith("diffusers"), others.index(name)))  # the reference
@@ -246,21 +226,17 @@ def _parts(items: ItemList, names: Sequence[str], variety: Variety) -> list[Item
 
 def _settings(root: Path, variety: Variety, orders: Sequence[ImageSpec]) -> dict[str, Any]:
     """Return what the systems are built with: the models that the orders need, and how to run them."""
-    models = ModelFolder.of(root, variety.size, orders)
     return {
-        "models": models,
+        "models": ModelFolder.of(root, variety.size, orders),
         "dtype": variety.dtype,
         "edge": variety.image_edge,
-        "device": variety.device,
         "is_transformer": variety.size.is_transformer,
     }
 
 
-def dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
-    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does; on a GPU
-    float16, the default there. Raises `BenchError`."""
-    if device == "cuda":
-        return (cast("DTypeName", "float16" if asked == "auto" else asked),)
+def dtypes(asked: str) -> tuple[DTypeName, ...]:
+    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does. Raises
+    `BenchError`."""
     from plait_kernels.cores import has_bfloat16
 
     native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
@@ -270,14 +246,9 @@ def dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
     return found
 
 
-def taking_part(name: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu: bool = False) -> tuple[str, ...]:
-    """Return the systems of a workload, ours first: its own, or all that were named and can do it.
-
-    At real size the stock pipeline takes part only where it differs from the fair one. On a GPU it does everywhere, and
-    our engine is measured in its own process, like the pipelines.
-    """
-    if on_gpu:
-        return tuple(system for system in _ON_GPU if not named or system in named)
+def taking_part(name: str, size: ImageSize, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the systems of a workload, ours first: its own, or all that were named and can do it. At real size the
+    stock pipeline takes part only where it differs from the fair one."""
     if named:
         able = {system for system in named if name in _ONLY.get(system, (name,))}
         return tuple(system for system in SYSTEMS if system in able - (_WITHOUT_START if name == START else set()))

@@ -21,17 +21,13 @@ from plait_bench.errors import BenchError
 from plait_bench.images.fleet import ItemList
 
 LoraSet = tuple[tuple[str, float], ...]
-DTypeName = Literal["float32", "bfloat16", "float16"]
-DeviceName = Literal["cpu", "cuda"]
+DTypeName = Literal["float32", "bfloat16"]
 ImageArray: TypeAlias = npt.NDArray[np.uint8]
 """`uint8 (H, W, 3)`."""
 
 STARTER_EDGE = 64
 EDGES = (256, 512, 1024)
-"""The image sizes that models of real size are measured at; the last one on GPUs."""
-
-GPU_STEPS, GPU_WARM_UP_STEPS = 20, 4
-"""The steps of an image on a GPU: enough that a step counts, and not what surrounds it."""
+"""The image sizes that models of real size are measured at."""
 
 GUIDANCE = 3.0
 FEWEST_STEPS, MAX_STEPS = 12, 30
@@ -153,7 +149,6 @@ SIZES: Mapping[str, ImageSize] = {
         ),
     )
 }  # fmt: skip
-"""The sizes, by name."""
 
 
 def size_of(name: str) -> ImageSize:
@@ -170,23 +165,16 @@ class Variety:
     size: ImageSize = field(default_factory=lambda: SIZES["starter"])
     edge: int = EDGES[0]
     dtype: DTypeName = "float32"
-    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if self.edge not in EDGES:
             raise BenchError(f"images are {', '.join(map(str, EDGES))} pixels wide, not {self.edge}")
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the systems run on a GPU."""
-        return self.device == "cuda"
-
     def row_name(self, workload: str) -> str:
         """Return what a workload is called in rows: sizes and dtypes never mix."""
-        parts = ["gpu"] if self.on_gpu else []
-        parts += [self.size.name] if self.size.family else []
+        parts = [self.size.name] if self.size.family else []
         parts += [str(self.edge)] if self.size.family and self.edge != EDGES[0] else []
-        parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[self.dtype]
+        parts += ["bf16"] if self.dtype == "bfloat16" else []
         return "-".join([*parts, workload])
 
     @property
@@ -219,20 +207,17 @@ def workload(name: str, variety: Variety | None = None) -> ItemList:
     """Make a workload."""
     variety = variety or Variety()
     size = variety.size
-    steps, warm_up_steps = (
-        (GPU_STEPS, GPU_WARM_UP_STEPS) if variety.on_gpu else (size.steps, size.warm_up_steps)
-    )  # fmt: skip
-    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, replace(size, steps=steps))]
+    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, size)]
     one_by_one = name not in CONCURRENT
     return ItemList(
         name=variety.row_name(name),
         items=tuple(orders),
-        warm_up=tuple(replace(order, steps=warm_up_steps) for order in orders),
+        warm_up=tuple(replace(order, steps=size.warm_up_steps) for order in orders),
         one_by_one=one_by_one,
         trial_items=1 if one_by_one and size.family else 0,
-        max_processes=1 if variety.on_gpu else size.max_open or 4,
-        is_wide=variety.on_gpu or bool(size.family),  # no model of real size is faster on fewer cores than there are
-        settle_s=0.0 if variety.on_gpu else size.settle_s,
+        max_processes=size.max_open or 4,
+        is_wide=bool(size.family),  # no model of real size is faster on fewer cores than there are
+        settle_s=size.settle_s,
     )
 
 

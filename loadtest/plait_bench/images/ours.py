@@ -21,7 +21,6 @@ import httpx2
 import numpy as np
 from PIL import Image
 
-from plait_bench.benchmark import cores
 from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
 from plait_bench.images.fleet import FleetWorker
@@ -41,7 +40,7 @@ _CAUGHT_UP_S = 2.0
 
 def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plait.yaml: what is served, in which dtype, and nothing else unless a system's name says so (`knobs`,
-    `executor`; `is_split`: the engine leaves one core to each ControlNet's process)."""
+    `executor`)."""
     models: ModelFolder = settings["models"]
     images: dict[str, Any] = {
         "model": str(models.base.resolve()),
@@ -51,8 +50,6 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
     if models.loras:
         images["loras"] = {"folder": str((models.root / "loras").resolve())}
-    if settings.get("is_split"):
-        images["knobs"]["threads"] = max(1, cores() - len(models.controlnets))
     if settings.get("executor"):
         images["executor"] = settings["executor"]
     server = {"port": 0, "ready_timeout_s": _READY_S}
@@ -176,7 +173,7 @@ class InProcessEngine(FleetWorker):
             EngineSettings(
                 model=models.base,
                 dtype=settings["dtype"],
-                device=settings["device"],
+                device="cpu",
                 lora_source=FolderSource(models.root / "loras"),
                 controlnets=models.controlnets,
             )

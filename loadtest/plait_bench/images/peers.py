@@ -41,10 +41,7 @@ from plait_bench.errors import SystemUnavailable
 from plait_bench.images.fleet import FleetWorker
 from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
 
-_COMPILE_MODE = "reduce-overhead"
-"""CUDA graphs around what inductor makes; "max-autotune" takes a quarter of an hour for SDXL."""
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddim": (DDIMScheduler, {}),
     "euler": (EulerDiscreteScheduler, {}),
@@ -56,7 +53,7 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
 class Pipelines:
     """One base model in one dtype with its ControlNets resident, and a pipeline for each way to call it."""
 
-    def __init__(self, models: ModelFolder, dtype: str, device: str) -> None:
+    def __init__(self, models: ModelFolder, dtype: str) -> None:
         logging.disable_progress_bar()
         index = json.loads((models.base / "model_index.json").read_text(encoding="utf-8"))
         absent = {
@@ -64,13 +61,13 @@ class Pipelines:
         }  # which diffusers wants to be told
         self.plain: Any = DiffusionPipeline.from_pretrained(
             models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True, **absent
-        ).to(device)
+        )
         self._denoiser: Any = getattr(self.plain, "transformer", None) or self.plain.unet
         self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
             net: Any = ControlNetModel.from_pretrained(folder, dtype=_DTYPES[dtype], local_files_only=True)
-            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval().to(device))
+            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval())
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
         self._compiled: dict[Any, Any] = {}
@@ -96,12 +93,12 @@ class Pipelines:
         for module in modules:
             module.to(memory_format=memory_format)
 
-    def compile(self, *, mode: str | None) -> None:
+    def compile(self) -> None:
         """Compile the model that steps, the VAE's decoder and the ControlNets, as diffusers' documentation says; those
         that have been are taken from before."""
         for module in (self._denoiser, self.plain.vae.decoder, *(each.controlnet for each in self.controlled.values())):
             if module not in self._compiled:
-                module.compile(fullgraph=True, mode=mode)
+                module.compile(fullgraph=True)
                 self._compiled[module] = module._compiled_call_impl
             module._compiled_call_impl = self._compiled[module]
 
@@ -129,7 +126,7 @@ class Diffusers(FleetWorker):
     PEFT, which reads the LoRA files: for the stock way with each request, else once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._way, self._on_gpu = settings["way"], settings["device"] == "cuda"
+        self._way = settings["way"]
         self._is_transformer = settings.get("is_transformer", False)
         try:
             import peft  # noqa: F401 - only whether it is there
@@ -137,7 +134,7 @@ class Diffusers(FleetWorker):
             msg = "diffusers needs PEFT to read LoRA files: pip install 'plait[dev]'"
             raise SystemUnavailable(msg) from None
         self._models: ModelFolder = settings["models"]
-        self._pipelines = Pipelines(self._models, settings["dtype"], settings["device"])
+        self._pipelines = Pipelines(self._models, settings["dtype"])
         loras = {} if self._way == "stock" else self._models.loras
         self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
 
@@ -148,7 +145,7 @@ class Diffusers(FleetWorker):
         is_last = bool(variant) and not self._is_transformer
         self._pipelines.set_memory_format(torch.channels_last if is_last else torch.contiguous_format)
         if variant == "compiled":
-            self._pipelines.compile(mode=_COMPILE_MODE if self._on_gpu else None)
+            self._pipelines.compile()
         else:
             self._pipelines.uncompile()
 
@@ -249,10 +246,10 @@ _TEXT_PREFIX = "text_model."
 
 
 class OpenVino(FleetWorker):
-    """optimum-intel's pipeline of one exported model, compiled for one batch size, image size and number of threads."""
+    """optimum-intel's pipeline of one exported model, compiled for single images of a size and a number of threads."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Export the model unless that has been done, and compile it for one image. `cache` holds the exports, the
+        """Export the model unless that has been done, and compile it. `cache` holds the exports, the
         benchmarks' own if empty."""
         from optimum.intel import OVStableDiffusionPipeline, OVStableDiffusionXLPipeline
 
@@ -263,32 +260,27 @@ class OpenVino(FleetWorker):
         self._kind: Any = OVStableDiffusionXLPipeline if xl else OVStableDiffusionPipeline
         root = Path(cache) if cache else cache_folder()
         self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
-        self._threads, self._is_batched = os.cpu_count() or 1, False
-        self._compiled: tuple[int, int, int] | None = None
+        self._threads = os.cpu_count() or 1
+        self._compiled: tuple[int, int] | None = None
         self._pipeline: Any = None
-        self._ready(1, settings["edge"])
+        self._ready(settings["edge"])
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads, and whether equal orders are one call."""
-        self._threads, self._is_batched = threads, variant == "batched"
+        """Set threads."""
+        self._threads = threads
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
-        """Make the calls."""
-        together = self._is_batched and not one_by_one
-        calls = [items] if together else [[order] for order in items]
-        images = [image for call in calls for image in _drawn(self._ready(len(call), call[0].edge), call)]
+        """Make the images one after the other."""
+        images = [image for order in items for image in _drawn(self._ready(order.edge), [order])]
         return images if keep else []
 
-    def _ready(self, batch: int, edge: int) -> Any:
-        """Return the pipeline compiled for a batch and an edge: a static shape cannot be widened again."""
-        wanted = (batch, edge, self._threads)
+    def _ready(self, edge: int) -> Any:
+        """Return the pipeline compiled for an edge: a static shape cannot be widened again."""
+        wanted = (edge, self._threads)
         if self._compiled != wanted:
             self._pipeline = None
             self._pipeline = pipeline = self._load()
-            pipeline.reshape(batch_size=batch, height=edge, width=edge, num_images_per_prompt=1)
-            shape = pipeline.vae_decoder.model.input(0).partial_shape
-            shape[0] = batch  # `reshape` leaves it at the number of images of one prompt
-            pipeline.vae_decoder.model.reshape(shape)
+            pipeline.reshape(batch_size=1, height=edge, width=edge, num_images_per_prompt=1)
             pipeline.compile()
             self._compiled = wanted
         return self._pipeline
