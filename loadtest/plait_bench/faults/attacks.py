@@ -80,16 +80,11 @@ class Attacker:
             await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 
     async def body(self, length: int, pieces: Iterator[bytes], *, every_s: float = 0.0) -> None:
-        """Send a body piece by piece until the server ends it, and count how that ended; "open": we ended it."""
-        began_s = time.monotonic()
-        end = "open"
-        try:
+        """Send a body piece by piece until the server ends it, and count how that ended."""
+        end = "closed"
+        with suppress(OSError):
             end = await self._posted(length, pieces, every_s)
-        except OSError:
-            end = "closed"
-        finally:
-            late = f" after {(time.monotonic() - began_s) // 10 * 10:g} s" if every_s and end != "open" else ""
-            self.ended[f"{'drip' if every_s else 'body'} {end}{late}"] += 1
+        self.ended[f"{'drip' if every_s else 'body'} {end}"] += 1
         await asyncio.sleep(_AGAIN_S)
 
     async def _posted(self, length: int, pieces: Iterator[bytes], every_s: float) -> str:
@@ -178,8 +173,6 @@ async def bodies(attacker: Attacker) -> None:
 ATTACKS: Mapping[str, Callable[[Attacker], Awaitable[None]]] = {
     attack.__name__: attack for attack in (decode, parse, lora, sizes, bodies)
 }
-"""The attacks by name."""
-
 ALL = "all"
 """The name of all of them together."""
 

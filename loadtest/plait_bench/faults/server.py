@@ -30,9 +30,11 @@ import psutil
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload
 from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
-from plait_bench.faults.requests import Ask, End, Reply, verdict_of
+from plait_bench.faults.requests import WEIGHTS, Ask, End, Reply, verdict_of
 from plait_bench.images.fleet import status_of, with_descendants
 from plait_bench.images.ours import prepared_parts
+from plait_loadtest.scenario import Arrivals, ClosedLoopCallers, LoadTarget, RawClass, Scenario, Slo
+from plait_loadtest.session import FinishedRun, run_scenario
 
 T = TypeVar("T")
 
@@ -106,15 +108,7 @@ class FaultServer:
             "zombies": sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
             "orphans": len(kinds.keys() - below),
         }
-        return Usage(counts=counts, memory_by_kind=dict(memory))
-
-    def own_memory(self) -> Counter[str]:
-        """Return what the processes of each kind hold, in bytes: their proportional sets without pages of files."""
-        held: Counter[str] = Counter()
-        for pid, kind in self.processes().items():
-            sizes = status_of(pid, file="smaps_rollup")
-            held[kind] += sizes.get("Pss_Anon", 0) + sizes.get("Pss_Shmem", 0)
-        return held
+        return Usage(counts=counts, memory_by_kind=memory)
 
     def peak_memory(self, kind: str) -> int:
         """Return the most that one process of this kind had in memory since it began, in bytes, pages of files too."""
@@ -256,6 +250,24 @@ class OnServer(Workload):
         more = [f"{what}: {value:.2f}, more than {most:g}" for what, value, most in promises if value > most]
         return [*dict.fromkeys(self.missed), *more]
 
+    def loaded(
+        self, asks: Iterable[Ask], arrivals: Arrivals, seconds: float, *, key: str = "", within_s: float = 60.0
+    ) -> FinishedRun:
+        """Have the load tester ask for all of these; an answer is good if it comes `within_s`."""
+        mix = [
+            RawClass(name=ask.key, weight=WEIGHTS[ask.form], method="POST", path=ask.path, body=ask.body.decode())
+            for ask in asks
+        ]
+        target = LoadTarget(url=self.server.url, api="raw", headers={"authorization": f"Bearer {key}"} if key else {})
+        slo = Slo(latency_ms=1e3 * within_s)
+        return run_scenario(
+            Scenario(target=target, mix=tuple(mix), arrivals=arrivals, duration_s=seconds, slo=slo)
+        )
+
+    def capacity_per_s(self, asks: Iterable[Ask], *, seconds: float, clients: int, key: str = "") -> float:
+        """Measure how many requests are answered per second where `clients` ask without a pause."""
+        return self.loaded(asks, ClosedLoopCallers(concurrency=clients), seconds, key=key).summary.total.achieved_per_s
+
     def take(self, system: str, number: int) -> Sequence[Reading]:
         """Measure a state of the server."""
         return asyncio.run(self.measured(system, number))
@@ -282,7 +294,7 @@ class Usage:
     the run that are no descendants of the one that started it."""
 
     counts: Mapping[str, int]
-    memory_by_kind: Mapping[str, int]
+    memory_by_kind: Counter[str]
 
     @property
     def memory_bytes(self) -> int:
@@ -298,7 +310,7 @@ def grown(before: Usage, after: Usage) -> list[str]:
         if now[name] > was + max(share * was, _SLACK.get(name, 0)):
             found.append(f"{name} grew from {was} to {now[name]}")
             if name == "memory_bytes":
-                more = Counter(after.memory_by_kind) - Counter(before.memory_by_kind)
+                more = after.memory_by_kind - before.memory_by_kind
                 found[-1] += "".join(f", {kind} by {held}" for kind, held in more.most_common())
     return found
 
@@ -413,18 +425,6 @@ async def offered(send: Callable[[int], Awaitable[T]], per_s: float, seconds: fl
         return result, time.monotonic() - due_s
 
     return await asyncio.gather(*(one(number) for number in range(max(1, round(per_s * seconds)))))
-
-
-async def capacity_per_s(client: Client, asks: Iterator[Ask], *, seconds: float, clients: int) -> float:
-    """Measure how many requests are answered per second where `clients` ask without a pause."""
-    began_s, statuses = time.monotonic(), list[int | None]()
-
-    async def one() -> None:
-        while time.monotonic() < began_s + seconds:
-            statuses.append((await client.send(next(asks))).status)
-
-    await asyncio.gather(*(one() for _ in range(clients)))
-    return statuses.count(200) / (time.monotonic() - began_s)
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ a UNet's encoder half).
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from plait_bench.errors import BenchError
 from plait_bench.images.fleet import ItemList
@@ -32,6 +33,7 @@ EDGES = (256, 512, 1024)
 GUIDANCE = 3.0
 FEWEST_STEPS, MAX_STEPS = 12, 30
 _ARRIVAL_SEED = 20_251
+_SETTLE_S = 60.0
 
 PROMPTS = (
     "red apple", "dog face", "grinning face", "sunflower", "soccer ball", "rocket", "crescent moon", "octopus",
@@ -71,7 +73,6 @@ class ImageSize:
     `controlnets`: folders by name. `steps` of an image, `warm_up_steps` of one that only touches everything.
     `lora_sets`: the sets that requests name. `max_open`: the processes with a model, and the open systems, that a host
     with 24 GiB can hold (0: all). `images`: how many orders a workload has, where they are fewer than the starter's.
-    `settle_s`: how long each system has the load of a workload before it is measured; it adapts to it in that time.
     `is_transformer`: it is measured in the one dtype that pays on the CPU, in bfloat16 at 512 pixels, and nothing is
     converted for it. `words`: what `plait models random` is told beside the architecture.
     """
@@ -86,7 +87,6 @@ class ImageSize:
     family: str = ""
     max_open: int = 0
     images: Mapping[str, int] = field(default_factory=dict)
-    settle_s: float = 60.0
     is_transformer: bool = False
     words: tuple[str, ...] = ()
 
@@ -217,7 +217,7 @@ def workload(name: str, variety: Variety | None = None) -> ItemList:
         trial_items=1 if one_by_one and size.family else 0,
         max_processes=size.max_open or 4,
         is_wide=bool(size.family),  # no model of real size is faster on fewer cores than there are
-        settle_s=size.settle_s,
+        settle_s=_SETTLE_S,
     )
 
 
@@ -264,20 +264,11 @@ def _mixed16(size: ImageSize) -> list[ImageSpec]:
     return orders
 
 
-def control_map(controlnet: str, drawing: int, edge: int) -> ImageArray:
-    """Return `uint8 (edge, edge, 3)`: white lines on black, or coloured blocks for `colors`. Same numbers, same map."""
-    image = Image.new("RGB", (edge, edge))
-    pen = ImageDraw.Draw(image)
-    inset = 0.1 + 0.05 * (drawing % 4)
-    box = (inset * edge, inset * edge, (1 - inset) * edge, (1 - inset) * edge)
-    coloured = controlnet == "colors"
-    fill = (60 + 45 * (drawing % 5), 200 - 30 * (drawing % 6), 90 + 20 * (drawing % 8)) if coloured else None
-    shape = pen.ellipse if drawing % 2 else pen.rectangle
-    shape(box, fill=fill, outline=None if coloured else (255, 255, 255))
-    if not coloured:
-        return np.asarray(image)
-    blocks = image.resize((4, 4), Image.Resampling.BOX).resize((edge, edge), Image.Resampling.NEAREST)
-    return np.asarray(blocks)
+def control_map(drawing: int, edge: int) -> ImageArray:
+    """Return the load tester's control image of that number, `uint8 (edge, edge, 3)`."""
+    from plait_loadtest.mix.control_images import control_image  # which a peer's environment lacks
+
+    return np.asarray(Image.open(io.BytesIO(control_image(drawing, edge, edge))).convert("RGB"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

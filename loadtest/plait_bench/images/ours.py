@@ -25,6 +25,7 @@ from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
 from plait_bench.images.fleet import FleetWorker
 from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
+from plait_loadtest.mix.control_images import control_image
 
 if TYPE_CHECKING:
     from plait_serving.diffusion.values import ImageRequest
@@ -69,9 +70,8 @@ def body_of(order: ImageSpec) -> dict[str, Any]:
     }
     if order.control is not None:
         name, drawing = order.control
-        file = io.BytesIO()
-        Image.fromarray(control_map(name, drawing, order.edge)).save(file, format="PNG")
-        body["controlnets"] = [{"name": name, "image": base64.b64encode(file.getvalue()).decode()}]
+        image = base64.b64encode(control_image(drawing, order.edge, order.edge)).decode()
+        body["controlnets"] = [{"name": name, "image": image}]
     return body
 
 
@@ -203,7 +203,7 @@ def image_request(order: ImageSpec, *, request_id: str) -> ImageRequest:
     controls: tuple[ControlRef, ...] = ()
     if order.control is not None:
         name, drawing = order.control
-        controls = (ControlRef(name=name, image=control_map(name, drawing, order.edge)),)
+        controls = (ControlRef(name=name, image=control_map(drawing, order.edge)),)
     return ImageRequest(
         request_id=request_id,
         prompt=order.prompt,

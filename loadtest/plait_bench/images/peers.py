@@ -77,10 +77,9 @@ class Pipelines:
         first = orders[0]
         pipeline, extra = self.plain, {}
         if first.control is not None:
-            name = first.control[0]
-            pipeline = self.controlled[name]
+            pipeline = self.controlled[first.control[0]]
             drawings = [order.control[1] for order in orders if order.control is not None]
-            extra = {"image": [Image.fromarray(control_map(name, i, first.edge)) for i in drawings]}
+            extra = {"image": [Image.fromarray(control_map(number, first.edge)) for number in drawings]}
         kind, overrides = _SCHEDULERS[first.scheduler]
         if "FlowMatch" in type(pipeline.scheduler).__name__:
             kind = type(pipeline.scheduler)
