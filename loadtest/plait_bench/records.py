@@ -20,7 +20,6 @@ from plait_bench.host import UNKNOWN, changes, commit
 from plait_bench.runner import BenchResult
 
 Record = Mapping[str, Any]
-"""A row and its run."""
 
 # Rates and ratios are good to three figures at best; six keep rounding out of the way of whoever computes with them.
 _DIGITS = 6

@@ -17,7 +17,6 @@ from plait_bench.errors import SystemUnavailable
 from plait_bench.host import HostConditions, conditions, is_busy
 
 TRIALS = 2
-"""The number of trials of each layout; one with `--quick`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

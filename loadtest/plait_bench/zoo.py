@@ -52,7 +52,6 @@ _ALIKE = 1e-3
 
 Built: TypeAlias = tuple[nn.Module, Sequence[Input]]
 Variants: TypeAlias = dict[str, Callable[[], Built]]
-"""Builders of a module and its inputs, by the name of the variant."""
 
 # ---- deepctr-torch: every model reads one packed float matrix, a column for each id ---------------------------------
 

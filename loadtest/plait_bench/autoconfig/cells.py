@@ -93,7 +93,6 @@ WORKLOADS: Mapping[str, CellWorkload] = {
         _rank("rm2-64", "rm2", 0.125, candidates=64, callers=8, requests=800, slo_ms=50.0),
     )
 }
-"""The workloads by name."""
 
 
 def measure(workload: CellWorkload, path: Path, *, times: int, say: Say) -> None:

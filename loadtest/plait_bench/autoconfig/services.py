@@ -74,7 +74,6 @@ RANK = Space(
 """The space of 48 cells. There is only one CN; their number is a knob because other services have more."""
 
 SPACES = {"images": ENGINE, "recommend": RANK}
-"""What was measured of our services."""
 
 _TRIALS = 60
 _SURE = 1.96  # standard deviations, 95 %

@@ -31,7 +31,6 @@ FAMILIES = {
     family: f"synthetic-{family}".removesuffix("-")
     for family in ("", "features", "noisy", "glitch", "cold", "negated", "shuffled")
 }
-"""The names of the suites."""
 
 _CORES, _SERVICES = 8, 12
 _NOISES, _MUCH_NOISE = (0.01, 0.1), 0.1

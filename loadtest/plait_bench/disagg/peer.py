@@ -32,7 +32,6 @@ from plait_disagg.models.configs import build
 from plait_disagg.values import RankRequest
 
 SEED = 0
-"""Of every model's weights."""
 
 RTOL, ATOL = 1e-5, 1e-6
 """Tiling and fused lookups only change the order of additions."""

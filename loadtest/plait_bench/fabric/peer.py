@@ -26,9 +26,7 @@ from plait_fabric.protocols import Channel
 from plait_fabric.values import FabricOptions
 
 PEER_START_S = 60.0
-"""How long a peer's process may take to start on a busy machine."""
 WAIT_S = 60.0
-"""How long an answer may take before the run is abandoned."""
 
 Loop = Callable[[Channel], None]
 """What a peer does with its channel, until that ends: a function of a module, which the process imports."""

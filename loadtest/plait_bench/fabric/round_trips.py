@@ -24,7 +24,6 @@ _PAGE = mmap.PAGESIZE
 _SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
 """How long each system spins: "spinning" spins for longer than any answer takes, so that neither side ever sleeps."""
 _BARE: Mapping[str, str] = {f"bare_{name}": name for name in _SPIN_S}
-"""The ping-pong beside each system."""
 
 
 class RoundTrips(Workload):

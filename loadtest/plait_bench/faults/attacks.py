@@ -174,7 +174,6 @@ ATTACKS: Mapping[str, Callable[[Attacker], Awaitable[None]]] = {
     attack.__name__: attack for attack in (decode, parse, lora, sizes, bodies)
 }
 ALL = "all"
-"""The name of all of them together."""
 
 
 @contextmanager
@@ -216,7 +215,6 @@ def _attack(name: str, url: str, turn: int) -> None:
 # ---- what they send: files that cost far more to read than to send, prompts and sizes --------------------------------
 
 PROMPT_CHARS = 32_000
-"""The longest text that the API takes."""
 
 _BRACKETS = (")", "(a)x", "((a)) ", "(a:1.1)", "[(:)]", "):", "\\:", "<a:<", "<lora:noto:1>", "BREAK ", "[a|b", "(:1")
 

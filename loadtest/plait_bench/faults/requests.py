@@ -53,7 +53,6 @@ Answer: TypeAlias = Mapping[str, np.ndarray]
 _ALWAYS = frozenset({"proxy", "ingress"})
 _RANKS = _ALWAYS | {"cn-picks", "hn-picks"}
 _RETRIED = frozenset({429, 503})
-"""The statuses that say when to retry."""
 
 _PROMPTS = ("penguin", "cat face", "fish", "butterfly", "frog face", "dolphin", "lion face", "octopus")
 _SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc", "euler_a", "lcm")

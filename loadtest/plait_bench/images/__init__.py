@@ -139,7 +139,6 @@ _ONLY: Mapping[str, tuple[str, ...]] = {
     "diffusers_batched": ("same4", "same16"),
     "plait_shared": (START, "controlnet", "controlnet-service", "mixed16"),
 }
-"""What some systems can do."""
 
 _OF_TRANSFORMERS = frozenset(("plait", "plait_engine", "diffusers_fair", "diffusers", "diffusers_batched"))
 """Those that differ there, and can run one."""

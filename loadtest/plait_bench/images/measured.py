@@ -20,7 +20,6 @@ from plait_bench.images.fleet import ItemList, ProcessLayout, System, WorkerFlee
 from plait_bench.images.orders import ImageArray, ImageSpec
 
 OpenFleet = Callable[[System, int], WorkerFleet]
-"""`(system, processes) -> its workers`."""
 
 _PEAK = {"peak_memory_gib": "GiB"}
 DECIDING = "images_per_s"

@@ -55,7 +55,6 @@ CONTROLNETS = ("edges", "colors")
 SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
 
 START = "start"
-"""The workload of one order: how long a system takes to start."""
 
 _COUNTS = {START: 1, "single": 3, "controlnet": 3, "lora": 4, "same4": 4, "same16": 16, "mixed4": 4}
 DISTINCT = 16

@@ -16,7 +16,6 @@ from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
 
 TRIAL_S = 3.0
 LAG_LIMIT_MS = 5.0
-"""The max p99 send lag of a valid run."""
 
 _PROCESSES = 2
 _FIRST_PER_S = 4000.0

@@ -81,7 +81,6 @@ SMALL = ClusterScenario(
         ClusterChange(name="large", replicas={"g2000-1": 3}),
     ),
 )
-"""3 nodes x 4 GPUs, 6 deployments."""
 
 LARGE = ClusterScenario(
     nodes=_nodes("abcdef", 8),
@@ -99,7 +98,6 @@ LARGE = ClusterScenario(
         ClusterChange(name="large", replicas={"g4000-1": 5}),
     ),
 )  # fmt: skip
-"""6 nodes x 8 GPUs, 25 deployments."""
 
 
 class OnRay(Workload):
