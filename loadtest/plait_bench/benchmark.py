@@ -13,8 +13,8 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Self, TypeAlias
@@ -166,10 +166,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Workloads. `session`: holds what they share."""
+    """Workloads."""
 
     workloads: tuple[Workload, ...]
-    session: Callable[[Say], AbstractContextManager[None]] = field(default=lambda _: nullcontext())
 
 
 def percentile(values: Sequence[float], share: float) -> float:

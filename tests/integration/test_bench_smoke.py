@@ -13,6 +13,7 @@ import torch
 from fakes import bench
 from fakes.bench import InProcessFleet, tiny_model_folder
 from plait_bench import images
+from plait_bench.benchmark import Benchmark
 from plait_bench.host import host_facts
 from plait_bench.images import measured as pixels
 from plait_bench.images.fleet import ItemList
@@ -46,17 +47,10 @@ def _document(folder: Path, variety: Variety, names: Sequence[str]) -> Mapping[s
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pixels, "MAX_DIFFERENCE_LEVELS", 2)  # else the run stops: all make the same pictures
         patched.setattr(images, "workload", lambda name, variety: _shortened(workload(name, variety)))
-        benchmark = images.on_fleets(
-            folder,
-            [variety],
-            names,
-            SYSTEMS,
-            open_fleet=InProcessFleet,
-            host_cores=1,
-        )
+        workloads = images.on_fleets(folder, [variety], names, SYSTEMS, open_fleet=InProcessFleet, host_cores=1)
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
-            result = bench.measured(benchmark, RunPlan(rounds=1, trials=1, settles=False))
+            result = bench.measured(Benchmark(workloads=tuple(workloads)), RunPlan(rounds=1, trials=1, settles=False))
     finally:
         torch.set_num_threads(threads)
     return document("images", "abc123", host_facts(), result)

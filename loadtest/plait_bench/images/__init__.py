@@ -6,9 +6,9 @@ differ in the one setting that their name says; `plait_engine` is the engine in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
 from plait_bench.commands import environment, write_random_model
 from plait_bench.errors import BenchError
-from plait_bench.images.fleet import ItemList, System, WorkerFleet
-from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet, PixelCheck, StartWorkload
+from plait_bench.images.fleet import ItemList, System
+from plait_bench.images.measured import OnFleets, PixelCheck, StartWorkload
 from plait_bench.images.orders import (
     START,
     DTypeName,
@@ -169,22 +169,15 @@ def benchmark(
     needed = ModelFolder.of(root, kind, [item for name in names for item in workload(name, varieties[0]).items])
     if not kind.family and (absent := needed.missing()):
         raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
-    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems)
+    write = partial(write_missing, needed, kind)
+    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems, prepare=write)
     starts = []
     for variety in varieties if START in names else ():
         items = workload(START, variety).items
         settings = _settings(root, variety, items)
         known = [SYSTEMS[name].given(settings) for name in taking_part(START, kind, systems)]
-        starts.append(StartWorkload(variety.row_name(START), known, items[0]))
-
-    @contextmanager
-    def session(say: Say) -> Iterator[None]:
-        if kind.family:
-            write_missing(needed, kind, say)
-        with fleets.session(say):
-            yield
-
-    return Benchmark(workloads=(*starts, *fleets.workloads), session=session)
+        starts.append(StartWorkload(variety.row_name(START), known, items[0], prepare=write))
+    return Benchmark(workloads=(*starts, *fleets))
 
 
 def on_fleets(
@@ -193,22 +186,17 @@ def on_fleets(
     names: Sequence[str],
     systems: Sequence[str] = (),
     *,
-    open_fleet: OpenFleet = WorkerFleet,
     host_cores: int = 0,
-) -> Benchmark:
-    """Make the workloads that have orders, on the whole host or so many cores."""
-    size, lists = varieties[0].size, list[ItemList]()
-    for variety in varieties:
-        every = [item for name in names for item in workload(name, variety).items]
-        for name in names:
-            items = workload(name, variety)
-            # Where all systems stay open, they keep their models from workload to workload.
-            settings = _settings(root, variety, items.items if size.max_open else every)
-            lists += _parts(replace(items, settings=settings), taking_part(name, size, systems), size)
-    used = [system for name, system in SYSTEMS.items() if any(name in each.systems for each in lists)]
-    pool = FleetPool(used, lists, cores=host_cores or cores(), max_open=size.max_open, open_fleet=open_fleet)
-    check = PixelCheck()
-    return Benchmark(workloads=tuple(OnFleets(each, pool, check) for each in lists), session=pool.session)
+    **given: Any,
+) -> list[OnFleets]:
+    """Make the workloads that have orders, on the whole host or so many cores. `given`: as `OnFleets` has it."""
+    size, check, lists = varieties[0].size, PixelCheck(), list[ItemList]()
+    for name, variety in [(name, variety) for variety in varieties for name in names]:
+        items = workload(name, variety)
+        items = replace(items, settings=_settings(root, variety, items.items))
+        lists += _parts(items, taking_part(name, size, systems), size)
+    given |= {"cores": host_cores or cores(), "max_open": size.max_open}
+    return [OnFleets(each, list(SYSTEMS.values()), check, **given) for each in lists]
 
 
 def _parts(items: ItemList, names: Sequence[str], size: ImageSize) -> list[ItemList]:
@@ -259,9 +247,9 @@ def taking_part(name: str, size: ImageSize, named: Sequence[str] = ()) -> tuple[
 
 def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
     """Write the models of a size that are missing, with random weights. Raises `BenchError`."""
-    (folder.root / "loras").mkdir(parents=True, exist_ok=True)
     for absent in folder.missing():
         path = absent if absent.suffix == ".safetensors" else absent.parent
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path in folder.controlnets.values():
             command = [f"{size.family}-controlnet"]
         elif path == folder.base:

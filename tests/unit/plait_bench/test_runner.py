@@ -14,7 +14,7 @@ from plait_bench.benchmark import RATIO, Benchmark, Reading, Subject, Workload
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import ItemList, System
-from plait_bench.images.measured import FleetPool, OnFleets
+from plait_bench.images.measured import OnFleets
 from plait_bench.runner import BenchResult, RunPlan
 
 ONE_ROUND = RunPlan(rounds=1)
@@ -51,9 +51,9 @@ class Played:
             return self.made[system.name]
 
         lists, systems = works or [fake_workload()], systems or fake_systems(*seconds)
-        pool = FleetPool(systems, lists, cores=cores, max_open=max_open, open_fleet=open_fleet)
-        made = tuple(OnFleets(items, pool, check) for items in lists)
-        return measured(Benchmark(workloads=made, session=pool.session), plan, **more)
+        given = {"cores": cores, "max_open": max_open, "open_fleet": open_fleet}
+        made = tuple(OnFleets(items, systems, check, **given) for items in lists)
+        return measured(Benchmark(workloads=made), plan, **more)
 
 
 def test_layouts_use_one_core_or_the_whole_machine():
@@ -224,14 +224,6 @@ def test_who_is_not_measured_takes_no_time():
     played.run(taken, plan=RunPlan(rounds=2), opening=lambda system: note(system.name))
     assert len(played.made) == 3
     assert running == []
-
-
-def test_a_workload_has_processes_with_its_own_settings():
-    """They are kept as long as the settings stay the same."""
-    seen = []
-    works = [fake_workload(str(i), settings={"model": model}) for i, model in enumerate("xxy")]
-    Played().run({"a": 1.0}, *works, opening=lambda system: seen.append(dict(system.settings)))
-    assert seen == [{"model": "x"}, {"model": "y"}]
 
 
 def test_a_system_that_divides_the_machine_itself_has_one_layout():

@@ -77,8 +77,8 @@ def test_only_the_models_that_are_needed_must_be_there(tmp_path):
 
 def parts(tmp_path, only, systems=()):
     """The lists of items of sd15, and how they are measured."""
-    made = on_fleets(tmp_path, [SD15], only, systems).workloads
-    return [workload._items for workload in made], made[0]._pool
+    made = on_fleets(tmp_path, [SD15], only, systems)
+    return [workload._items for workload in made], made[0]._max_open
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -101,9 +101,9 @@ def test_sizes_edges_and_dtypes_never_share_a_row():
 
 def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):
     """At sd15 ours stays open beside one peer after the other; the reference comes first."""
-    made, pool = parts(tmp_path, ["single"])
+    made, max_open = parts(tmp_path, ["single"])
     pairs = [sorted(items.systems) for items in made]
-    assert pool._max_open == 2
+    assert max_open == 2
     assert pairs == [
         ["diffusers_fair", "plait"], ["plait", "plait_exact"], ["plait", "plait_torch"], ["openvino", "plait"],
     ]  # fmt: skip
