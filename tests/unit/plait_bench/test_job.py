@@ -151,10 +151,10 @@ def test_a_kind_that_does_not_exist_is_a_sentence(capsys, arguments, sentence):
 def test_bfloat16_is_measured_where_the_cpu_has_it(monkeypatch, capsys):
     """Emulated, it would only show how slow that is."""
     monkeypatch.setattr("plait_kernels.cores.has_bfloat16", lambda: True)
-    assert images.dtypes("auto", "cpu") == ("float32", "bfloat16")
-    assert images.dtypes("bfloat16", "cpu") == ("bfloat16",)
+    assert images.dtypes("auto") == ("float32", "bfloat16")
+    assert images.dtypes("bfloat16") == ("bfloat16",)
     monkeypatch.setattr("plait_kernels.cores.has_bfloat16", lambda: False)
-    assert images.dtypes("auto", "cpu") == ("float32",)
+    assert images.dtypes("auto") == ("float32",)
     assert run(capsys, "images", "--dtype", "bfloat16")[0] == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -151,7 +152,7 @@ def test_requests_are_the_same_for_a_seed_and_reach_every_part():
 def usage(**more):
     """What a server holds."""
     by_kind = more.pop("memory_by_kind", {"engine": 100})
-    return Usage(counts={**dict.fromkeys(HELD, 100), **more}, memory_by_kind=by_kind)
+    return Usage(counts={**dict.fromkeys(HELD, 100), **more}, memory_by_kind=Counter(by_kind))
 
 
 def test_what_grew_is_told_from_what_varies():
