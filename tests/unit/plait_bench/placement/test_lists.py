@@ -28,21 +28,10 @@ def test_lists_are_read(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "name,cpu_milli,memory_mib,num_gpu,gpu_spec\na,1,1,1,\n",
-        TASKS + "c,8000,1,two,0,,LS\n",
-        TASKS + "c,8000,1,2,500,,LS\n",
-        TASKS + "c,8000\n",
-        "\udcff",
-        None,
-    ],
-)
-def test_a_list_that_is_not_as_published_is_one_sentence(tmp_path, text):
-    """Naming the file: a column that is missing, a number that is none, what no task may ask for, no text, no file."""
+@pytest.mark.parametrize("line", ["c,8000,1,two,0,,LS\n", "c,8000,1,2,500,,LS\n", "c,8000\n"])
+def test_a_list_that_is_not_as_published_is_one_sentence(tmp_path, line):
+    """Naming the file: a number that is none, what no task may ask for, columns that are missing."""
     path = tmp_path / "t.csv"
-    if text is not None:
-        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    path.write_text(TASKS + line)
     with pytest.raises(BenchError, match=r"t\.csv is not as published"):
         read_tasks(path)
