@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, chosen, readings
+from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, readings, selected
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
@@ -63,7 +63,6 @@ class OperatorCase:
     """
 
     name: str
-    op: str
     moved: int
     make: Make
     plait: Form
@@ -91,7 +90,6 @@ def _geglu(model: str, tokens: int, width: int) -> OperatorCase:
 
     return OperatorCase(
         name=f"geglu-{model}-{tokens}x{width}",
-        op="geglu",
         moved=3 * _ROWS * tokens * width,
         make=lambda device, dtype: (torch.randn(_ROWS, tokens, 2 * width, device=device, dtype=dtype),),
         plait=lambda x: load("geglu", x.device.type, x.dtype)(x),
@@ -120,7 +118,6 @@ def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> Operat
 
     return OperatorCase(
         name=f"group-norm-{'' if bare else 'silu-'}{model}-{channels}x{edge}",
-        op="group_norm_silu",
         moved=2 * _ROWS * channels * edge * edge,
         make=make,
         plait=plait,
@@ -150,7 +147,6 @@ def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
 
     return OperatorCase(
         name=f"residual-add-{model}-{channels}x{edge}",
-        op="residual_add",
         moved=5 * _ROWS * channels * edge * edge,
         make=make,
         plait=plait,
@@ -184,7 +180,6 @@ def _merge(width: int) -> OperatorCase:
 
     return OperatorCase(
         name=f"lora-merge-sd15-{width}",
-        op="lora_merge",
         moved=2 * width * width,
         make=make,
         plait=plait,
@@ -198,7 +193,6 @@ def _lookup(bags: int, ids: int) -> OperatorCase:
     stored = _TABLE_WIDTH + SCALE_AND_BIAS_BYTES
     return OperatorCase(
         name=f"int8-lookup-{bags}x{ids}",
-        op="int8_lookup",
         moved=(bags * ids * (stored + 8) + 4 * bags * _TABLE_WIDTH) // 4,
         make=lambda *_: (torch.randint(_TABLE_ROWS, (bags * ids,)), torch.arange(0, bags * ids + 1, ids)),
         plait=lambda ids, offsets: load("int8_lookup", "cpu", torch.float32)(_stored(), ids, offsets),
@@ -376,10 +370,6 @@ def _compiles(device: str) -> bool:
 
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
-    """Make the benchmark of all cases, or of those whose operator or name was given. Raises `BenchError`."""
+    """Make the benchmark of all cases, or of those named. Raises `BenchError`."""
     clock = CudaTimer() if torch.cuda.is_available() else DeviceTimer()
-    found = cases(clock.device)
-    operators = {case.op for case in found}
-    chosen([name for name in only if name not in operators], [case.name for case in found], "workload")
-    wanted = [case for case in found if not only or case.op in only or case.name in only]
-    return Benchmark(workloads=tuple(OperatorWorkload(case, clock) for case in wanted))
+    return selected([OperatorWorkload(case, clock) for case in cases(clock.device)], only)

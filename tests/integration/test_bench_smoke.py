@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,8 @@ WORKLOADS = ("lora", "same16", "mixed16")
 SYSTEMS = ("plait_engine", "diffusers_fair", "diffusers", "diffusers_batched")
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """The document of one round over the warm-up orders of every workload."""
-    folder = tiny_model_folder(tmp_path_factory.mktemp("bench"))
-    return _document(folder, Variety(size=size_of("starter")), WORKLOADS)
-
-
 def _document(folder: Path, variety: Variety, names: Sequence[str]) -> Mapping[str, Any]:
+    """The document of one round over the warm-up orders of every workload."""
     pytest.importorskip("peft", reason="the peers read LoRA files with PEFT")
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patched:
@@ -66,23 +61,16 @@ def _shortened(items: ItemList) -> ItemList:
     return replace(items, items=short, warm_up=short[:1])
 
 
-def test_every_system_makes_the_pictures_of_every_workload(measured):
-    """Within two levels of the peers': else the run would have stopped."""
-    compared = {(row["workload"], row["system"]) for row in measured["rows"]}
-    assert {(name, system) for name in WORKLOADS for system in ("plait_engine", "diffusers_fair")} <= compared
-
-
-def test_the_document_has_rates_and_ratios(measured):
-    """For each workload and system that took part; ours against each peer."""
+def test_every_system_makes_the_pictures_of_every_workload(tmp_path):
+    """Within two levels of the peers': else the run would have stopped. There are rates, and ratios to each peer."""
+    measured = _document(tiny_model_folder(tmp_path), Variety(size=size_of("starter")), WORKLOADS)
     assert measured["left_out"] == {}
-    for name in WORKLOADS:
-        systems = {row["system"] for row in measured["rows"] if row["workload"] == name}
-        rows = [row for row in measured["rows"] if (row["workload"], row["metric"]) == (name, "images_per_s")]
-        assert {row["system"] for row in rows} == systems
-        assert all(row["value"] > 0 for row in rows)
-        assert measured["ratios"][f"{name}:images_per_s:plait_engine/diffusers_fair"] > 0
-    assert "lora:images_per_s:plait_engine/diffusers" in measured["ratios"]
-    assert "same16:images_per_s:plait_engine/diffusers_batched" in measured["ratios"]
+    rates = [row for row in measured["rows"] if row["metric"] == "images_per_s"]
+    assert all(row["value"] > 0 for row in rates)
+    assert {(row["workload"], row["system"]) for row in rates} == {
+        *product(WORKLOADS, SYSTEMS[:3]), ("same16", "diffusers_batched")
+    }  # fmt: skip
+    assert len(measured["ratios"]) == len(rates) - len(WORKLOADS)
 
 
 def test_a_transformer_makes_the_pictures_of_the_peers(tmp_path):

@@ -21,7 +21,6 @@ from plait_bench.runner import RunPlan, joined, run
 
 TINY = OperatorCase(
     name="double",
-    op="double",
     moved=2 * 1000,
     make=lambda device, dtype: (torch.ones(1000, device=device, dtype=dtype),),
     plait=lambda x: x * 2,
