@@ -44,7 +44,6 @@ from plait_loadtest.scenario import (
 )
 from plait_loadtest.session import at_rate, run_scenario
 
-SYSTEMS = ("plait", "pytorch", "plait_split")
 METRIC = "goodput_per_s"
 
 LIMIT_MS = 50.0
@@ -76,8 +75,9 @@ _LONGEST_S = 3600.0
 _CLOSED_S, _WARM_UP_S = 3.0, 0.3
 
 
-def packaged(model: str, scale: float, *, say: Say) -> Package:
+def packaged(model: str, *, say: Say) -> Package:
     """Open a configuration's package in the cache, which is made if it is missing or no longer readable."""
+    scale = SCALES[model]
     folder = cache_folder() / "disagg" / f"{model}-{scale:g}"
     try:
         return open_package(folder)
@@ -181,12 +181,12 @@ def _scenario(
 class Goodput(Workload):
     """The goodput of all systems under requests of `candidates` for a configuration."""
 
-    systems = SYSTEMS
+    systems = ("plait", "pytorch", "plait_split")
     deciding = METRIC
     metrics: Mapping[str, str] = {METRIC: "requests/s"}
 
-    def __init__(self, model: str, candidates: int) -> None:
-        self.name, self.model, self.candidates = f"{model}-{candidates}", model, candidates
+    def __init__(self, name: str, model: str, candidates: int) -> None:
+        self.name, self.model, self.candidates = name, model, candidates
         self.limit_ms = _LIMITS_MS.get(self.name, LIMIT_MS)
         self.known_per_s: dict[tuple[str, str], float] = {}
         """By (system, layout): the rate that was held the last time, which is where the next search begins."""
@@ -196,7 +196,7 @@ class Goodput(Workload):
     def session(self, say: Say) -> Iterator[None]:
         """Package the model once, and write the bodies."""
         self.say = say
-        package = packaged(self.model, SCALES[self.model], say=say)
+        package = packaged(self.model, say=say)
         self._package = package.folder
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
             self.bodies = []
