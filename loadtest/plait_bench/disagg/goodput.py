@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from plait_disagg.values import RankRequest
 from plait_loadtest.capacity import (
     RETRIED,
     CapacitySearch,
-    ClassCount,
     ClassTarget,
     Measure,
     Observed,
     RateTrial,
     find_capacity,
+    observe,
 )
+from plait_loadtest.measure import RunSummary
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
     GeneratorLimits,
@@ -141,20 +143,15 @@ def load_on(url: str, bodies: Sequence[Path], *, limit_ms: float, seed: int, set
         runs += 1
         settle()
         at = at_rate(scenario, rate_per_s, min(duration_s, MAX_LOAD_S)).model_copy(update={"seed": seed + runs})
-        summary = run_scenario(at).summary
-        total = summary.total  # the bodies are separate classes only because each is a file of its own
-        everything = ClassCount(
-            name="all", percentile=_PERCENTILE, latency_ms=limit_ms,
-            judged=total.judged, good=total.good, blamed=total.blamed,
-        )  # fmt: skip
-        return Observed(
-            classes=(everything,),
-            achieved_per_s=total.achieved_per_s,
-            goodput_per_s=total.goodput_per_s,
-            invalid=tuple((it.code, it.text) for it in summary.reasons if it.code not in {"too_few", *RETRIED}),
-        )
+        return observed(run_scenario(at).summary)
 
     return load
+
+
+def observed(summary: RunSummary) -> Observed:
+    """Return what the search sees of a run: all bodies together, which are classes only because each is a file."""
+    seen = observe(replace(summary, classes=(summary.total,)))
+    return replace(seen, invalid=tuple(each for each in seen.invalid if each[0] not in RETRIED))
 
 
 def _scenario(

@@ -106,10 +106,10 @@ class TestGoodput:
 
         def run(scenario):
             durations.append((scenario.duration_s, scenario.arrivals.rate_per_s, scenario.seed))
-            total = SimpleNamespace(judged=1, good=1, blamed=0, achieved_per_s=1.0, goodput_per_s=1.0)
-            return SimpleNamespace(summary=SimpleNamespace(total=total, reasons=[]))
+            return SimpleNamespace(summary=None)
 
         monkeypatch.setattr(goodput, "run_scenario", run)
+        monkeypatch.setattr(goodput, "observed", lambda _: None)
         (tmp_path / "a.bin").write_bytes(b"x")
         bodies, settle = [tmp_path / "a.bin"], lambda: settled.append(len(durations))
         load = goodput.load_on("http://127.0.0.1:1", bodies, limit_ms=50.0, seed=1000, settle=settle)
