@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, readings, selected
 from plait_bench.errors import Disagreement, SystemUnavailable
+from plait_kernels.devices import synchronize
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
 from plait_kernels.lora_merge import Term
@@ -241,24 +242,29 @@ def _fbgemm() -> Form:
 
 
 class DeviceTimer:
-    """Seconds per call of a list of calls, each on inputs of its own: wall-clock time on this process's cores."""
+    """Seconds per call of a list of calls, each on inputs of its own, by the wall clock."""
 
-    device, dtype, name = "cpu", torch.float32, "CPU, float32"
+    def __init__(self, device: str) -> None:
+        self.device, self.on_gpu = device, device == "cuda"
+        self.dtype = torch.float16 if self.on_gpu else torch.float32
+        self.name = f"{torch.cuda.get_device_name()}, float16" if self.on_gpu else "CPU, float32"
 
     def prepare(self, calls: Sequence[Callable[[], object]]) -> Call:
-        """Return one call that makes them all."""
+        """Return one call that makes them all; on a GPU it is captured in a CUDA graph."""
 
         def run() -> None:
             for call in calls:
                 call()
 
-        return run
+        return CudaCapture(torch.device(self.device))(run).replay if self.on_gpu else run
 
     def elapsed_s(self, run: Call, times: int) -> float:
-        """Return how long `times` runs take."""
+        """Return how long `times` runs take, the device's work included."""
+        synchronize(torch.device(self.device))
         began_s = time.perf_counter()
         for _ in range(times):
             run()
+        synchronize(torch.device(self.device))
         return time.perf_counter() - began_s
 
     def sets(self, nbytes: int) -> int:
@@ -270,30 +276,6 @@ class DeviceTimer:
         once_s = max(self.elapsed_s(run, 1), 1e-6)
         times = max(1, int(_ROUND_S / once_s))
         return self.elapsed_s(run, times) / times / calls
-
-
-class CudaTimer(DeviceTimer):
-    """Device time between two events."""
-
-    device, dtype = "cuda", torch.float16
-
-    def __init__(self) -> None:
-        self.name = f"{torch.cuda.get_device_name()}, float16"
-
-    def prepare(self, calls: Sequence[Callable[[], object]]) -> Call:
-        """Capture the calls in one CUDA graph."""
-        return CudaCapture(torch.device(self.device))(super().prepare(calls)).replay
-
-    def elapsed_s(self, run: Call, times: int) -> float:
-        """Time by events around the runs."""
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        began.record()
-        for _ in range(times):
-            run()
-        ended.record()
-        torch.cuda.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
 
 
 class OperatorWorkload(Workload):
@@ -371,5 +353,5 @@ def _compiles(device: str) -> bool:
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark of all cases, or of those named. Raises `BenchError`."""
-    clock = CudaTimer() if torch.cuda.is_available() else DeviceTimer()
+    clock = DeviceTimer("cuda" if torch.cuda.is_available() else "cpu")
     return selected([OperatorWorkload(case, clock) for case in cases(clock.device)], only)

@@ -11,7 +11,6 @@ import base64
 import io
 import json
 import os
-import re
 import struct
 import sys
 import time
@@ -221,13 +220,7 @@ _BRACKETS = (")", "(a)x", "((a)) ", "(a:1.1)", "[(:)]", "):", "\\:", "<a:<", "<l
 PROMPTS = tuple((text * PROMPT_CHARS)[:PROMPT_CHARS] for text in _BRACKETS)
 """Prompts of the longest kind whose marks take the most time to read, or did once."""
 
-_SCAN = re.compile(rb"\xff\xda(?:[^\xff]|\xff[\x00\xd0-\xd7])*")
-_PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def scans_of(jpeg: bytes) -> list[bytes]:
-    """Return the scans of a JPEG: each from its marker to the next one that is no restart."""
-    return _SCAN.findall(jpeg)
+SCAN, _PNG = b"\xff\xda", b"\x89PNG\r\n\x1a\n"
 
 
 def repeated_scans(*, edge: int = 4000, repeats: int = 1300) -> bytes:
@@ -236,8 +229,8 @@ def repeated_scans(*, edge: int = 4000, repeats: int = 1300) -> bytes:
     buffer = io.BytesIO()
     Image.new("L", (edge, edge), 128).save(buffer, "JPEG", progressive=True)
     plain = buffer.getvalue()
-    end = plain.rindex(b"\xff\xd9")
-    return plain[:end] + scans_of(plain)[-1] * repeats + plain[end:]
+    scan, end = plain.rindex(SCAN), plain.rindex(b"\xff\xd9")
+    return plain[:end] + plain[scan:end] * repeats + plain[end:]
 
 
 def text_chunks(*, count: int = 900_000) -> bytes:
