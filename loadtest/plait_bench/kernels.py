@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, readings, selected
 from plait_bench.errors import Disagreement, SystemUnavailable
-from plait_kernels.devices import synchronize
+from plait_kernels.devices import default_device, synchronize
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
 from plait_kernels.lora_merge import Term
@@ -353,5 +353,5 @@ def _compiles(device: str) -> bool:
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark of all cases, or of those named. Raises `BenchError`."""
-    clock = DeviceTimer("cuda" if torch.cuda.is_available() else "cpu")
+    clock = DeviceTimer(default_device())
     return selected([OperatorWorkload(case, clock) for case in cases(clock.device)], only)

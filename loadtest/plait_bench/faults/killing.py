@@ -59,13 +59,6 @@ Turn: TypeAlias = tuple[str, float | None]
 """The kind whose process is next, and for how long it is stopped; None: it is killed."""
 
 
-def draw(asks: Sequence[Ask], seed: int = 1) -> Iterator[Ask]:
-    """Draw requests without end."""
-    rng, weights = random.Random(seed), [WEIGHTS[ask.form] for ask in asks]
-    while True:
-        yield from rng.choices(asks, weights, k=64)
-
-
 async def send_at_pace(
     client: Client,
     asks: Sequence[Ask],
@@ -78,6 +71,7 @@ async def send_at_pace(
     """Send requests until `until` returns true, then wait until all have ended; the clients of a share of them
     disconnect within a second. Times and requests are drawn, and do not depend on what the server does."""
     rng, room, next_s = random.Random(1), asyncio.Semaphore(_MAX_OPEN), time.monotonic()
+    weights = [WEIGHTS[ask.form] for ask in asks]
 
     async def one(ask: Ask, leave_after_s: float | None) -> None:
         try:
@@ -86,9 +80,8 @@ async def send_at_pace(
             room.release()
 
     async with asyncio.TaskGroup() as tasks:
-        for ask in draw(asks):
-            if until():
-                break
+        while not until():
+            (ask,) = rng.choices(asks, weights)
             next_s += rng.expovariate(per_s)
             leaves, after_s = rng.random() < disconnects, rng.uniform(0.0, 1.0)
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
