@@ -37,7 +37,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from plait_bench.benchmark import cache_folder
-from plait_bench.errors import SystemUnavailable
 from plait_bench.images.fleet import FleetWorker
 from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
 
@@ -121,17 +120,12 @@ def _drawn(pipeline: Any, orders: Sequence[ImageSpec], **more: Any) -> list[Imag
 
 
 class Diffusers(FleetWorker):
-    """diffusers, in one of the ways of the module docstring. Raises `SystemUnavailable` without
-    PEFT, which reads the LoRA files: for the stock way with each request, else once."""
+    """diffusers, in one of the ways of the module docstring. PEFT reads the LoRA files: for the stock way with each
+    request, else once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._way = settings["way"]
         self._is_transformer = settings.get("is_transformer", False)
-        try:
-            import peft  # noqa: F401 - only whether it is there
-        except ImportError:
-            msg = "diffusers needs PEFT to read LoRA files: pip install 'plait[dev]'"
-            raise SystemUnavailable(msg) from None
         self._models: ModelFolder = settings["models"]
         self._pipelines = Pipelines(self._models, settings["dtype"])
         loras = {} if self._way == "stock" else self._models.loras

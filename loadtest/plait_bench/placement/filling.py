@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -59,7 +60,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 class Filling(Workload):
     """A list at 130 % load, replayed by each policy; a round is a seed. Shares are computed."""
 
-    metrics: Mapping[str, str] = {"allocated_pct": "% of GPUs", "stranded_pct": "% of GPUs"}
+    metrics: Mapping[str, str] = dict.fromkeys(("allocated_pct", "stranded_pct", "allocated_mean_pct"), "% of GPUs")
     pairs = ()
     systems: tuple[str, ...] = POLICIES
     classes: tuple[TaskClass, ...]
@@ -92,9 +93,9 @@ class Filling(Workload):
     def conclude(self) -> Sequence[ResultRow]:
         """Give the means over all seeds, which is what was published."""
         return [
-            ResultRow(
-                system=system, workload=self.name, metric="allocated_mean_pct", unit="% of GPUs", value=fmean(taken),
-                p20=min(taken), p80=max(taken), n=len(taken), kind="modelled", rounds=tuple(taken),
+            replace(
+                self.row(system, "allocated_mean_pct", *taken), value=fmean(taken), p20=min(taken), p80=max(taken),
+                kind="modelled",
             )
             for system, taken in self._allocated.items()
         ]  # fmt: skip

@@ -51,12 +51,6 @@ class TestBodies:
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
-    def test_a_header_that_does_not_fit_is_refused(self):
-        """Rather than cut off."""
-        tensors = {f"input_{n}": torch.zeros(1, 1) for n in range(200)}
-        with pytest.raises(ValueError, match="does not fit"):
-            body(RankRequest(request_id="r", model="m", candidates=1, tensors=tensors))
-
 
 def server(capacity_per_s: float, asked: list[tuple[float, float]]):
     """A server that is in time below its capacity, and late with half of all above; notes what it was asked."""
