@@ -114,9 +114,7 @@ SYSTEMS: Mapping[str, System] = {
         _diffusers("diffusers_fair", "fair", in_runs),
         _diffusers("diffusers", "stock"),
         _diffusers("diffusers_batched", "batched"),
-        System(
-            name="openvino", factory="plait_bench.images.peers:OpenVino", share=evenly, interpreter=interpreter
-        ),
+        System(name="openvino", factory="plait_bench.images.peers:OpenVino", share=_whole, interpreter=interpreter),
     )
 }
 

@@ -10,10 +10,8 @@ optimum-intel's OpenVINO pipelines with static shapes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -239,11 +237,10 @@ _TEXT_PREFIX = "text_model."
 
 
 class OpenVino(FleetWorker):
-    """optimum-intel's pipeline of one exported model, compiled for single images of a size and a number of threads."""
+    """optimum-intel's pipeline of one exported model, compiled for single images."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Export the model unless that has been done, and compile it. `cache` holds the exports, the
-        benchmarks' own if empty."""
+        """Export the model unless that has been done. `cache` holds the exports, the benchmarks' own if empty."""
         from optimum.intel import OVStableDiffusionPipeline, OVStableDiffusionXLPipeline
 
         models, cache = settings["models"], settings.get("cache")
@@ -253,51 +250,37 @@ class OpenVino(FleetWorker):
         self._kind: Any = OVStableDiffusionXLPipeline if xl else OVStableDiffusionPipeline
         root = Path(cache) if cache else cache_folder()
         self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
-        self._threads = os.cpu_count() or 1
-        self._compiled: tuple[int, int] | None = None
+        self._edge = settings["edge"]
         self._pipeline: Any = None
-        self._ready(settings["edge"])
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads."""
-        self._threads = threads
-
-    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
-        """Make the images one after the other."""
-        images = [image for order in items for image in _drawn(self._ready(order.edge), [order])]
-        return images if keep else []
-
-    def _ready(self, edge: int) -> Any:
-        """Return the pipeline compiled for an edge: a static shape cannot be widened again."""
-        wanted = (edge, self._threads)
-        if self._compiled != wanted:
-            self._pipeline = None
-            self._pipeline = pipeline = self._load()
-            pipeline.reshape(batch_size=1, height=edge, width=edge, num_images_per_prompt=1)
-            pipeline.compile()
-            self._compiled = wanted
-        return self._pipeline
-
-    def _load(self) -> Any:
+        """Compile for so many threads, and images of the one edge."""
+        self._pipeline = None
         config = {
             "INFERENCE_PRECISION_HINT": self._precision,
-            "INFERENCE_NUM_THREADS": str(self._threads),
+            "INFERENCE_NUM_THREADS": str(threads),
             "NUM_STREAMS": "1",
             "PERFORMANCE_HINT": "LATENCY",
         }
-        pipeline = self._kind.from_pretrained(self._folder, compile=False, device="CPU", ov_config=config)
+        self._pipeline = pipeline = self._kind.from_pretrained(
+            self._folder, compile=False, device="CPU", ov_config=config
+        )
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline
+        pipeline.reshape(batch_size=1, height=self._edge, width=self._edge, num_images_per_prompt=1)
+        pipeline.compile()
+
+    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
+        """Make the images one after the other."""
+        images = [image for order in items for image in _drawn(self._pipeline, [order])]
+        return images if keep else []
 
     def _export(self, base: Path, folder: Path) -> Path:
         """Return the folder of the exported model."""
         if (folder / "model_index.json").is_file():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            if (folder / "model_index.json").is_file():  # another worker was faster
-                return folder
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             source, made = Path(scratch) / "source", Path(scratch) / "made"
             _copy_links(base, source)
             pipeline = self._kind.from_pretrained(source, export=True, compile=False, load_in_8bit=False)
@@ -305,14 +288,6 @@ class OpenVino(FleetWorker):
             del pipeline
             made.rename(folder)
         return folder
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: exporting takes the memory of several copies of a model."""
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _key(base: Path) -> str:
