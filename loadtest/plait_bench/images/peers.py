@@ -59,7 +59,6 @@ class Pipelines:
         self.plain: Any = DiffusionPipeline.from_pretrained(
             models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True, **absent
         )
-        self._denoiser: Any = getattr(self.plain, "transformer", None) or self.plain.unet
         self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
@@ -67,7 +66,9 @@ class Pipelines:
             self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval())
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
-        self._compiled: dict[Any, Any] = {}
+        nets = [pipeline.controlnet for pipeline in self.controlled.values()]
+        steps = getattr(self.plain, "transformer", None) or self.plain.unet
+        self.modules: list[Any] = [steps, self.plain.vae.decoder, *nets]
 
     def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
         """Make all `orders` in one call; they agree in everything but prompt and seed (and the control drawing)."""
@@ -82,26 +83,6 @@ class Pipelines:
             kind = type(pipeline.scheduler)
         pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
         return _drawn(pipeline, orders, **extra)
-
-    def set_memory_format(self, memory_format: torch.memory_format) -> None:
-        """Set the memory format of the model that steps, the VAE and the ControlNets."""
-        modules = [self._denoiser, self.plain.vae, *(pipeline.controlnet for pipeline in self.controlled.values())]
-        for module in modules:
-            module.to(memory_format=memory_format)
-
-    def compile(self) -> None:
-        """Compile the model that steps, the VAE's decoder and the ControlNets, as diffusers' documentation says; those
-        that have been are taken from before."""
-        for module in (self._denoiser, self.plain.vae.decoder, *(each.controlnet for each in self.controlled.values())):
-            if module not in self._compiled:
-                module.compile(fullgraph=True)
-                self._compiled[module] = module._compiled_call_impl
-            module._compiled_call_impl = self._compiled[module]
-
-    def uncompile(self) -> None:
-        """Have all modules run as they are again."""
-        for module in self._compiled:
-            module._compiled_call_impl = None
 
 
 def _drawn(pipeline: Any, orders: Sequence[ImageSpec], **more: Any) -> list[ImageArray]:
@@ -123,22 +104,20 @@ class Diffusers(FleetWorker):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._way = settings["way"]
-        self._is_transformer = settings.get("is_transformer", False)
         self._models: ModelFolder = settings["models"]
         self._pipelines = Pipelines(self._models, settings["dtype"])
         loras = {} if self._way == "stock" else self._models.loras
         self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads and the memory format, which is the variant; "compiled" is channels-last, too, where there are
-        convolutions."""
+        """Set threads, and how modules compute: as they are, channels last, or compiled as diffusers' documentation
+        says."""
         torch.set_num_threads(threads)
-        is_last = bool(variant) and not self._is_transformer
-        self._pipelines.set_memory_format(torch.channels_last if is_last else torch.contiguous_format)
-        if variant == "compiled":
-            self._pipelines.compile()
-        else:
-            self._pipelines.uncompile()
+        for module in self._pipelines.modules:
+            module.to(memory_format=torch.channels_last if variant == "channels_last" else torch.contiguous_format)
+            module._compiled_call_impl = None
+            if variant == "compiled":
+                module.compile(fullgraph=True)
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the images, each in a call of its own, in the order of the share (`in_runs` has sorted it by LoRA set);
