@@ -103,9 +103,9 @@ def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> Operat
     after it."""
 
     def make(device: str, dtype: torch.dtype) -> Arguments:
-        x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype)
+        x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype).to(memory_format=torch.channels_last)
         vectors = [(channels,), (channels,), (_ROWS, channels)][: 2 if bare else 3]
-        return x.to(memory_format=torch.channels_last), *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
+        return x, *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
 
     def plait(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
         per_group = channels // _GROUPS

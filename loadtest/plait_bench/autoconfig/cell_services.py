@@ -105,9 +105,7 @@ def engine_cells(
 
 
 @contextmanager
-def rank_cells(
-    *, model: str, candidates: int, callers: int, requests: int, slo_ms: float
-) -> Iterator[MeasureCell]:
+def rank_cells(*, model: str, candidates: int, callers: int, requests: int, slo_ms: float) -> Iterator[MeasureCell]:
     """Open the package of a named configuration, with one CN for each number of HN threads, which is fixed when an HN
     starts; only one works at a time. Close them at the end.
 

@@ -5,9 +5,10 @@ Falcon: 30 models x 1,440 configurations, with Morphling's five knobs. All model
 unstructured noise, so the mean of the sources, in a fixed order, is nearly optimal, and learning from trials cannot
 help.
 
-Our own: searches are replayed on what `cells.py` has recorded, the runs of the starter library. A service whose every cell was measured becomes a service to tune, with all others of its space as the library;
-for the others a sample is enough. A search sees a cell's trials one after the other; the truth by which searches are
-judged is their mean, and cells that the trials cannot tell from the best one tie with it.
+Our own: searches are replayed on what `cells.py` has recorded, the runs of the starter library. A service whose every
+cell was measured becomes a service to tune, with all others of its space as the library; for the others a sample is
+enough. A search sees a cell's trials one after the other; the truth by which searches are judged is their mean, and
+cells that the trials cannot tell from the best one tie with it.
 """
 
 from __future__ import annotations

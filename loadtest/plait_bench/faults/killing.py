@@ -370,7 +370,7 @@ class Steady(Mixed):
                 )  # fmt: skip
         counted = samples[int(_WARM_SHARE * len(samples)) :]
         for name in SAMPLED:
-            values = [usage.counts[name] / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
+            values = [usage[name] / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
             self.slopes[name] = slope_of([at_s for at_s, _ in counted], values)
         self.missed += ends.failures if ends.ends[End.RIGHT] else ["no answer was right"]
         self.missed += [f"{name} grows by {it.per_hour:.3g} per hour" for name, it in self.slopes.items() if it.grows]

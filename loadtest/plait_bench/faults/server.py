@@ -41,6 +41,9 @@ T = TypeVar("T")
 Values: TypeAlias = Mapping[tuple[str, str], ResultRow]
 """Rows by system and metric."""
 
+Usage: TypeAlias = Counter[str]
+"""What a server holds at one moment."""
+
 Promise: TypeAlias = tuple[str, float, float]
 """What is promised, what it was, and the most that it may be."""
 
@@ -89,26 +92,28 @@ class FaultServer:
         return {pid for pid, kind in self.processes().items() if kind not in OTHERS | {"gcs"}}
 
     def usage(self) -> Usage:
-        """Look at its processes and its folder now."""
+        """Return what is held now: by the names in `HELD`, and the memory of each kind of process."""
         kinds, below = self.processes(), with_descendants([self.root])
         held = {pid: status_of(pid) for pid in kinds}
-        memory: Counter[str] = Counter()
+        memory: Usage = Counter()
         for pid, kind in kinds.items():
             memory[kind] += held[pid].get("RssAnon", 0) + held[pid].get("RssShmem", 0)
         files = [target for pid in kinds for target in _descriptors(pid)]
-        counts = {
-            "processes": len(kinds),
-            "memory_bytes": memory.total(),
-            "shared_bytes": sum(each.get("RssShmem", 0) for each in held.values()),
-            "threads": sum(each.get("Threads", 0) for each in held.values()),
-            "descriptors": len(files),
-            "sockets": sum(target.startswith("socket:") for target in files),
-            "socket_files": sum(path.is_socket() for path in self.folder.rglob("*")),
-            "shm_files": sum(not entry.name.startswith(_OTHERS_FILES) for entry in _SHM.iterdir()),
-            "zombies": sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
-            "orphans": len(kinds.keys() - below),
-        }
-        return Usage(counts=counts, memory_by_kind=memory)
+        counts: Usage = Counter(
+            {
+                "processes": len(kinds),
+                "memory_bytes": memory.total(),
+                "shared_bytes": sum(each.get("RssShmem", 0) for each in held.values()),
+                "threads": sum(each.get("Threads", 0) for each in held.values()),
+                "descriptors": len(files),
+                "sockets": sum(target.startswith("socket:") for target in files),
+                "socket_files": sum(path.is_socket() for path in self.folder.rglob("*")),
+                "shm_files": sum(not entry.name.startswith(_OTHERS_FILES) for entry in _SHM.iterdir()),
+                "zombies": sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
+                "orphans": len(kinds.keys() - below),
+            }
+        )
+        return memory + counts
 
     def peak_memory(self, kind: str) -> int:
         """Return the most that one process of this kind had in memory since it began, in bytes, pages of files too."""
@@ -260,9 +265,7 @@ class OnServer(Workload):
         ]
         target = LoadTarget(url=self.server.url, api="raw", headers={"authorization": f"Bearer {key}"} if key else {})
         slo = Slo(latency_ms=1e3 * within_s)
-        return run_scenario(
-            Scenario(target=target, mix=tuple(mix), arrivals=arrivals, duration_s=seconds, slo=slo)
-        )
+        return run_scenario(Scenario(target=target, mix=tuple(mix), arrivals=arrivals, duration_s=seconds, slo=slo))
 
     def capacity_per_s(self, asks: Iterable[Ask], *, seconds: float, clients: int, key: str = "") -> float:
         """Measure how many requests are answered per second where `clients` ask without a pause."""
@@ -286,32 +289,19 @@ HELD = (
     "processes", "memory_bytes", "shared_bytes", "threads", "descriptors", "sockets", "socket_files", "shm_files",
     "zombies", "orphans",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What a server holds at one moment, by the names in `HELD`. `socket_files`: in its folder; `orphans`: processes of
-    the run that are no descendants of the one that started it."""
-
-    counts: Mapping[str, int]
-    memory_by_kind: Counter[str]
-
-    @property
-    def memory_bytes(self) -> int:
-        """All memory."""
-        return self.counts["memory_bytes"]
+"""`socket_files`: in its folder; `orphans`: processes of the run that are no descendants of the one that started it."""
 
 
 def grown(before: Usage, after: Usage) -> list[str]:
     """Return what is more afterwards than it may be, in words; of memory also whose, the most first."""
-    found, now = [], after.counts
-    for name, was in before.counts.items():
+    found = []
+    for name in HELD:
+        was, now = before[name], after[name]
         share = MEMORY_SHARE if name in ("memory_bytes", "threads", "descriptors", "sockets") else 0.0
-        if now[name] > was + max(share * was, _SLACK.get(name, 0)):
-            found.append(f"{name} grew from {was} to {now[name]}")
-            if name == "memory_bytes":
-                more = after.memory_by_kind - before.memory_by_kind
-                found[-1] += "".join(f", {kind} by {held}" for kind, held in more.most_common())
+        if now > was + max(share * was, _SLACK.get(name, 0)):
+            more = (after - before).most_common() if name == "memory_bytes" else ()
+            whose = "".join(f", {kind} by {held}" for kind, held in more if kind not in HELD)
+            found.append(f"{name} grew from {was} to {now}{whose}")
     return found
 
 
@@ -322,8 +312,8 @@ async def settled(server: FaultServer) -> Usage:
     while still < _STILL and time.monotonic() < until_s:
         await asyncio.sleep(_PERIOD_S)
         before, now = now, await asyncio.to_thread(server.usage)
-        moved = abs(now.memory_bytes - before.memory_bytes) / max(1, before.memory_bytes)
-        still = still + 1 if moved < _STILL_SHARE and now.counts["processes"] == before.counts["processes"] else 0
+        moved = abs(now["memory_bytes"] - before["memory_bytes"]) / max(1, before["memory_bytes"])
+        still = still + 1 if moved < _STILL_SHARE and now["processes"] == before["processes"] else 0
     return now
 
 

@@ -250,7 +250,7 @@ class Neighbour(Beside):
 
     def _held_mib(self) -> dict[str, float]:
         """Return what the engine holds, and the most that the ingress, which reads bodies, ever did."""
-        engine, ingress = self.server.usage().memory_by_kind["engine"], self.server.peak_memory("ingress")
+        engine, ingress = self.server.usage()["engine"], self.server.peak_memory("ingress")
         return {"engine_mib": engine / 2**20, "ingress_peak_mib": ingress / 2**20}
 
     def promises(self, values: Values) -> Iterator[Promise]:
@@ -316,7 +316,7 @@ class ManyModels(Beside):
                 replies = await send_all(client, asks * 2, at_once=2)
                 await asyncio.sleep(2.0)
         values = {
-            "engine_mib": max(held.memory_by_kind["engine"] for _, held in seen) / 2**20,
+            "engine_mib": max(held["engine"] for _, held in seen) / 2**20,
             "requests": len(replies),
             "broken": sum(verdict_of(*each, None).end not in (End.RIGHT, End.DOCUMENTED) for each in replies),
             "killed": len(before - self.server.replicas()),
