@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Benchmark, selected
+from plait_bench.benchmark import Benchmark, Workload, selected
 from plait_bench.disagg.goodput import SCALES, Goodput
 from plait_bench.disagg.in_process import InProcess, OneByOne
 
@@ -16,7 +16,7 @@ from plait_bench.disagg.in_process import InProcess, OneByOne
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark of all workloads, or of those named. Raises `BenchError` for an unknown name."""
     counts = (1, 64, 512)
-    workloads = [
+    workloads: list[Workload] = [
         *(InProcess(f"in-process-{model}-{count}", model, count) for model in SCALES for count in counts[1:]),
         *(OneByOne(f"one-by-one-{count}", "rm1", count) for count in counts),
         *(Goodput(f"{model}-{count}", model, count) for model in SCALES for count in counts),

@@ -99,21 +99,19 @@ class FaultServer:
         for pid, kind in kinds.items():
             memory[kind] += held[pid].get("RssAnon", 0) + held[pid].get("RssShmem", 0)
         files = [target for pid in kinds for target in _descriptors(pid)]
-        counts: Usage = Counter(
-            {
-                "processes": len(kinds),
-                "memory_bytes": memory.total(),
-                "shared_bytes": sum(each.get("RssShmem", 0) for each in held.values()),
-                "threads": sum(each.get("Threads", 0) for each in held.values()),
-                "descriptors": len(files),
-                "sockets": sum(target.startswith("socket:") for target in files),
-                "socket_files": sum(path.is_socket() for path in self.folder.rglob("*")),
-                "shm_files": sum(not entry.name.startswith(_OTHERS_FILES) for entry in _SHM.iterdir()),
-                "zombies": sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
-                "orphans": len(kinds.keys() - below),
-            }
-        )
-        return memory + counts
+        counts = {
+            "processes": len(kinds),
+            "memory_bytes": memory.total(),
+            "shared_bytes": sum(each.get("RssShmem", 0) for each in held.values()),
+            "threads": sum(each.get("Threads", 0) for each in held.values()),
+            "descriptors": len(files),
+            "sockets": sum(target.startswith("socket:") for target in files),
+            "socket_files": sum(path.is_socket() for path in self.folder.rglob("*")),
+            "shm_files": sum(not entry.name.startswith(_OTHERS_FILES) for entry in _SHM.iterdir()),
+            "zombies": sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
+            "orphans": len(kinds.keys() - below),
+        }
+        return memory + Counter(counts)
 
     def peak_memory(self, kind: str) -> int:
         """Return the most that one process of this kind had in memory since it began, in bytes, pages of files too."""
@@ -299,7 +297,7 @@ def grown(before: Usage, after: Usage) -> list[str]:
         was, now = before[name], after[name]
         share = MEMORY_SHARE if name in ("memory_bytes", "threads", "descriptors", "sockets") else 0.0
         if now > was + max(share * was, _SLACK.get(name, 0)):
-            more = (after - before).most_common() if name == "memory_bytes" else ()
+            more = (after - before).most_common() if name == "memory_bytes" else []
             whose = "".join(f", {kind} by {held}" for kind, held in more if kind not in HELD)
             found.append(f"{name} grew from {was} to {now}{whose}")
     return found

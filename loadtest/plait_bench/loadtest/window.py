@@ -121,7 +121,8 @@ def measure(
 
     Returns the window and the generator's standard output. Raises `SystemFailed` if it sends nothing or fails.
     """
-    before, until_s, window = server.served(), time.monotonic() + _START_S, None
+    before, until_s = server.served(), time.monotonic() + _START_S
+    window: ThroughputWindow | None = None
     generator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while server.served() == before and generator.poll() is None and time.monotonic() < until_s:
