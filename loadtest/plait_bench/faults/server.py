@@ -113,6 +113,14 @@ class FaultServer:
         }
         return memory + Counter(counts)
 
+    def own_memory(self) -> Counter[str]:
+        """Return what the processes of each kind hold, in bytes: their proportional sets without pages of files."""
+        held: Counter[str] = Counter()
+        for pid, kind in self.processes().items():
+            sizes = status_of(pid, file="smaps_rollup")
+            held[kind] += sizes.get("Pss_Anon", 0) + sizes.get("Pss_Shmem", 0)
+        return held
+
     def peak_memory(self, kind: str) -> int:
         """Return the most that one process of this kind had in memory since it began, in bytes, pages of files too."""
         return max((status_of(pid).get("VmHWM", 0) for pid, its in self.processes().items() if its == kind), default=0)

@@ -250,7 +250,7 @@ class Neighbour(Beside):
 
     def _held_mib(self) -> dict[str, float]:
         """Return what the engine holds, and the most that the ingress, which reads bodies, ever did."""
-        engine, ingress = self.server.usage()["engine"], self.server.peak_memory("ingress")
+        engine, ingress = self.server.own_memory()["engine"], self.server.peak_memory("ingress")
         return {"engine_mib": engine / 2**20, "ingress_peak_mib": ingress / 2**20}
 
     def promises(self, values: Values) -> Iterator[Promise]:
@@ -312,7 +312,7 @@ class ManyModels(Beside):
                 for name in model["schedulers"]
             ]
             before = self.server.replicas()
-            async with watched(self.server.usage, every_s=1.0) as seen:
+            async with watched(self.server.own_memory, every_s=1.0) as seen:
                 replies = await send_all(client, asks * 2, at_once=2)
                 await asyncio.sleep(2.0)
         values = {
