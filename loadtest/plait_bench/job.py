@@ -12,7 +12,7 @@ from typing import Any
 from plait_bench import records
 from plait_bench.benchmark import Benchmark, Say
 from plait_bench.errors import BenchError
-from plait_bench.host import BUSY_LOAD, ROOT, SLOW_WAKE_US, commit, host_facts
+from plait_bench.host import BUSY_LOAD, ROOT, SLOW_WAKE_US, UNKNOWN, commit, host_facts
 from plait_bench.runner import TRIALS, RunPlan, joined, run
 
 NAMES = ("images", "loadtest", "disagg", "fabric", "kernels", "autoconfig", "tuning", "placement", "zoo", "models",
@@ -28,12 +28,13 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
     """The command line's settings. `rounds` None: the benchmark's own number; empty `workloads` or `systems`: all.
-    `options`: by name, those that were given.
+    `at`: the commit that this tree is a copy of, where there is no git. `options`: by name, those that were given.
     """
 
     name: str
     rounds: int | None = None
     quick: bool = False
+    at: str = ""
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
     record: bool = False
@@ -43,7 +44,7 @@ class BenchJob:
 
 def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`."""
-    at = _commit(record=job.record)
+    at = _commit(job)
     benchmark, plan = _prepared(job)
     host = host_facts()
     path = job.results or RESULTS / f"{job.name}.jsonl"
@@ -53,7 +54,7 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     for part in run(benchmark, plan, say=say):
         parts.append(part)
         if job.record:
-            if _commit(record=True) != at:  # nor did anybody change it meanwhile
+            if _commit(job) != at:  # nor did anybody change it meanwhile
                 raise BenchError(f"the checkout left commit {at} while it was measured: nothing more is recorded")
             left_out = records.put(path, job.name, at, host, part.rows)
             say(f"recorded in {path}" + (f", but for {left_out} rows: the host was busy" if left_out else ""))
@@ -80,11 +81,15 @@ def _prepared(job: BenchJob) -> tuple[Benchmark, RunPlan]:
     return benchmark, plan
 
 
-def _commit(*, record: bool) -> str:
-    """Return the checkout's commit. Raises `BenchError` if rows that are to be recorded could not name it."""
-    if record:
+def _commit(job: BenchJob) -> str:
+    """Return the checkout's commit, or the one that was said to be copied here. Raises `BenchError` if that cannot
+    be, or rows that are to be recorded could not name it."""
+    found = commit(ROOT)
+    if found != UNKNOWN and job.at:
+        raise BenchError("--at is for a copy without git; this checkout knows its commit")
+    if job.record and not job.at:
         records.require_clean(ROOT)
-    return commit(ROOT)
+    return job.at or found
 
 
 def _warn(host: Mapping[str, Any], say: Say) -> None:

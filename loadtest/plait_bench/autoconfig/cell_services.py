@@ -63,7 +63,7 @@ def engine_cells(
         ]
 
     models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], orders(0))
-    worker = InProcessEngine({"models": models, "dtype": "float32"})
+    worker = InProcessEngine({"models": models, "dtype": "float32", "device": "cpu"})
     engine, compiled = worker.engine, [0]
 
     def asked(orders: Sequence[ImageSpec]) -> list[float]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
 from plait_bench.commands import environment, write_random_model
@@ -50,9 +50,14 @@ def interpreter() -> Path:
     return environment(cache_folder() / "openvino", pins, dropped=("torchvision",))
 
 
-def _formats(items: ItemList) -> tuple[str, ...]:
-    """Return the forms of a pipeline worth a trial; a transformer has hardly any convolutions."""
-    return ("", "compiled") if items.settings.get("is_transformer") else ("", "channels_last")
+def _formats(way: str, items: ItemList) -> tuple[str, ...]:
+    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too; a
+    transformer, which has hardly any convolutions, as it is and compiled."""
+    if items.settings["is_transformer"]:
+        return ("", "compiled")
+    if items.settings["device"] != "cuda":
+        return ("", "channels_last")
+    return ("",) if way == "stock" else ("channels_last", "compiled")
 
 
 def _whole(items: Sequence[ImageSpec], processes: int) -> list[list[int]]:
@@ -99,7 +104,8 @@ def _ours(name: str, worker: str = "Served", **settings: Any) -> System:
 
 def _diffusers(name: str, way: str, share: Callable[..., list[list[int]]] = evenly) -> System:
     return System(
-        name=name, factory="plait_bench.images.peers:Diffusers", share=share, settings={"way": way}, variants=_formats,
+        name=name, factory="plait_bench.images.peers:Diffusers", share=share, settings={"way": way},
+        variants=partial(_formats, way),
     )  # fmt: skip
 
 
@@ -114,9 +120,12 @@ SYSTEMS: Mapping[str, System] = {
         _diffusers("diffusers_fair", "fair", in_runs),
         _diffusers("diffusers", "stock"),
         _diffusers("diffusers_batched", "batched"),
-        System(name="openvino", factory="plait_bench.images.peers:OpenVino", share=_whole, interpreter=interpreter),
+        System(
+            name="openvino", factory="plait_bench.images.peers:OpenVino", share=evenly,
+            variants=lambda items: ("",) if items.one_by_one else ("", "batched"), interpreter=interpreter,
+        ),
     )
-}
+}  # fmt: skip
 
 _TORCH = ("plait", "plait_torch", "diffusers_fair", "diffusers")
 _DEFAULTS: Mapping[str, tuple[str, ...]] = {
@@ -125,7 +134,7 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "controlnet": _TORCH,
     "controlnet-service": ("plait", "plait_shared", "diffusers_fair"),
     "lora": _TORCH,
-    "same4": ("plait", "plait_torch", "diffusers_fair", "diffusers_batched"),
+    "same4": ("plait", "plait_torch", "diffusers_fair", "diffusers_batched", "openvino"),
     "same16": (*_TORCH, "diffusers_batched"),
     "mixed4": _TORCH,
     "mixed16": _TORCH,
@@ -133,13 +142,15 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
 }
 _WITHOUT_START = {"plait_engine", "diffusers_fair", "diffusers_batched"}
 _ONLY: Mapping[str, tuple[str, ...]] = {
-    "openvino": (START, "single"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
+    "openvino": (START, "single", "same4"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
     "diffusers_batched": ("same4", "same16"),
     "plait_shared": (START, "controlnet", "controlnet-service", "mixed16"),
 }
 
 _OF_TRANSFORMERS = frozenset(("plait", "plait_engine", "diffusers_fair", "diffusers", "diffusers_batched"))
 """Those that differ there, and can run one."""
+
+_ON_GPU = ("plait_engine", "diffusers_fair", "diffusers")
 
 
 def benchmark(
@@ -149,20 +160,21 @@ def benchmark(
     size: str = "starter",
     edge: int | None = None,
     dtype: str = "auto",
+    device: Literal["cpu", "cuda"] = "cpu",
     systems: Sequence[str] = (),
 ) -> Benchmark:
     """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
     and their systems or those named. `edge` None: the size's own. `dtype` "auto": each that the CPU computes in (of a
-    transformer only the narrowest).
+    transformer only the narrowest), float16 on a GPU.
 
     The models of a real size that are missing are written first. Raises `BenchError` if models are missing, or a name
     is unknown.
     """
-    kind = size_of(size)
+    kind = size_of(size).for_gpu() if device == "cuda" else size_of(size)
     root = models or (cache_folder() / kind.name if kind.family else _starter())
     names = chosen(only, kind.workloads, "workload")
     chosen(systems, tuple(SYSTEMS), "system")
-    measured = dtypes(dtype)[-1:] if kind.is_transformer else dtypes(dtype)
+    measured = dtypes(dtype, device)[-1:] if kind.is_transformer else dtypes(dtype, device)
     varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each) for each in measured]
     needed = ModelFolder.of(root, kind, [item for name in names for item in workload(name, varieties[0]).items])
     if not kind.family and (absent := needed.missing()):
@@ -215,25 +227,33 @@ def _settings(root: Path, variety: Variety, orders: Sequence[ImageSpec]) -> dict
         "models": ModelFolder.of(root, variety.size, orders),
         "dtype": variety.dtype,
         "edge": variety.image_edge,
+        "device": "cuda" if variety.size.on_gpu else "cpu",
         "is_transformer": variety.size.is_transformer,
     }
 
 
-def dtypes(asked: str) -> tuple[DTypeName, ...]:
-    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does. Raises
-    `BenchError`."""
+def dtypes(asked: str, device: str = "cpu") -> tuple[DTypeName, ...]:
+    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does; on a GPU
+    float16, the default there. Raises `BenchError`."""
     from plait_kernels.cores import has_bfloat16
 
     native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
+    if device == "cuda":
+        native = ("float16",) if asked == "auto" else ("float32", "bfloat16", "float16")
     found = tuple(dtype for dtype in native if asked in ("auto", dtype))
     if not found:
-        raise BenchError(f"this CPU does not compute in {asked}: emulated, it would say nothing")
+        raise BenchError(f"this machine does not compute in {asked}: emulated, it would say nothing")
     return found
 
 
 def taking_part(name: str, size: ImageSize, named: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the systems of a workload, ours first: its own, or all that were named and can do it. At real size the
-    stock pipeline takes part only where it differs from the fair one."""
+    """Return the systems of a workload, ours first: its own, or all that were named and can do it.
+
+    At real size the stock pipeline takes part only where it differs from the fair one. On a GPU it does everywhere, and
+    our engine is measured in its own process, like the pipelines.
+    """
+    if size.on_gpu:
+        return tuple(system for system in _ON_GPU if not named or system in named)
     if named:
         able = {system for system in named if name in _ONLY.get(system, (name,))}
         return tuple(system for system in SYSTEMS if system in able - (_WITHOUT_START if name == START else set()))

@@ -22,13 +22,13 @@ from plait_bench.errors import BenchError
 from plait_bench.images.fleet import ItemList
 
 LoraSet = tuple[tuple[str, float], ...]
-DTypeName = Literal["float32", "bfloat16"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
 ImageArray: TypeAlias = npt.NDArray[np.uint8]
 """`uint8 (H, W, 3)`."""
 
 STARTER_EDGE = 64
 EDGES = (256, 512, 1024)
-"""The image sizes that models of real size are measured at."""
+"""The image sizes that models of real size are measured at; the last one on GPUs."""
 
 GUIDANCE = 3.0
 FEWEST_STEPS, MAX_STEPS = 12, 30
@@ -73,7 +73,8 @@ class ImageSize:
     `lora_sets`: the sets that requests name. `max_open`: the processes with a model, and the open systems, that a host
     with 24 GiB can hold (0: all). `images`: how many orders a workload has, where they are fewer than the starter's.
     `is_transformer`: it is measured in the one dtype that pays on the CPU, in bfloat16 at 512 pixels, and nothing is
-    converted for it. `words`: what `plait models random` is told beside the architecture.
+    converted for it. `words`: what `plait models random` is told beside the architecture. `on_gpu`: the systems run on
+    a GPU, each in one process.
     """
 
     name: str
@@ -88,6 +89,11 @@ class ImageSize:
     images: Mapping[str, int] = field(default_factory=dict)
     is_transformer: bool = False
     words: tuple[str, ...] = ()
+    on_gpu: bool = False
+
+    def for_gpu(self) -> Self:
+        """Return it as it is measured on a GPU: in so many steps that they count, and not what surrounds them."""
+        return replace(self, on_gpu=True, steps=20, warm_up_steps=4, max_open=0)
 
     def edge(self, dtype: DTypeName) -> int:
         """Return the edge of images where none is asked for."""
@@ -171,9 +177,10 @@ class Variety:
 
     def row_name(self, workload: str) -> str:
         """Return what a workload is called in rows: sizes and dtypes never mix."""
-        parts = [self.size.name] if self.size.family else []
+        parts = ["gpu"] if self.size.on_gpu else []
+        parts += [self.size.name] if self.size.family else []
         parts += [str(self.edge)] if self.size.family and self.edge != EDGES[0] else []
-        parts += ["bf16"] if self.dtype == "bfloat16" else []
+        parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[self.dtype]
         return "-".join([*parts, workload])
 
     @property
@@ -214,9 +221,9 @@ def workload(name: str, variety: Variety | None = None) -> ItemList:
         warm_up=tuple(replace(order, steps=size.warm_up_steps) for order in orders),
         one_by_one=one_by_one,
         trial_items=1 if one_by_one and size.family else 0,
-        max_processes=size.max_open or 4,
-        is_wide=bool(size.family),  # no model of real size is faster on fewer cores than there are
-        settle_s=_SETTLE_S,
+        max_processes=1 if size.on_gpu else size.max_open or 4,
+        is_wide=size.on_gpu or bool(size.family),  # no model of real size is faster on fewer cores than there are
+        settle_s=0.0 if size.on_gpu else _SETTLE_S,
     )
 
 

@@ -173,7 +173,7 @@ class InProcessEngine(FleetWorker):
             EngineSettings(
                 model=models.base,
                 dtype=settings["dtype"],
-                device="cpu",
+                device=settings["device"],
                 lora_source=FolderSource(models.root / "loras"),
                 controlnets=models.controlnets,
             )

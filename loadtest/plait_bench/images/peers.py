@@ -10,6 +10,7 @@ optimum-intel's OpenVINO pipelines with static shapes.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import tempfile
@@ -38,7 +39,10 @@ from plait_bench.benchmark import cache_folder
 from plait_bench.images.fleet import FleetWorker
 from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_COMPILE_MODE = "reduce-overhead"
+"""CUDA graphs around what inductor makes; "max-autotune" takes a quarter of an hour for SDXL."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddim": (DDIMScheduler, {}),
     "euler": (EulerDiscreteScheduler, {}),
@@ -50,7 +54,7 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
 class Pipelines:
     """One base model in one dtype with its ControlNets resident, and a pipeline for each way to call it."""
 
-    def __init__(self, models: ModelFolder, dtype: str) -> None:
+    def __init__(self, models: ModelFolder, dtype: str, device: str) -> None:
         logging.disable_progress_bar()
         index = json.loads((models.base / "model_index.json").read_text(encoding="utf-8"))
         absent = {
@@ -58,12 +62,12 @@ class Pipelines:
         }  # which diffusers wants to be told
         self.plain: Any = DiffusionPipeline.from_pretrained(
             models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True, **absent
-        )
+        ).to(device)
         self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
             net: Any = ControlNetModel.from_pretrained(folder, dtype=_DTYPES[dtype], local_files_only=True)
-            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval())
+            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval().to(device))
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
         nets = [pipeline.controlnet for pipeline in self.controlled.values()]
@@ -103,21 +107,23 @@ class Diffusers(FleetWorker):
     request, else once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._way = settings["way"]
+        self._way, self._on_gpu = settings["way"], settings["device"] == "cuda"
+        self._is_transformer = settings["is_transformer"]
         self._models: ModelFolder = settings["models"]
-        self._pipelines = Pipelines(self._models, settings["dtype"])
+        self._pipelines = Pipelines(self._models, settings["dtype"], settings["device"])
         loras = {} if self._way == "stock" else self._models.loras
         self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
 
     def configure(self, *, threads: int, variant: str) -> None:
         """Set threads, and how modules compute: as they are, channels last, or compiled as diffusers' documentation
-        says."""
+        says, which is channels last, too, where there are convolutions."""
         torch.set_num_threads(threads)
+        is_last = variant and not self._is_transformer
         for module in self._pipelines.modules:
-            module.to(memory_format=torch.channels_last if variant == "channels_last" else torch.contiguous_format)
+            module.to(memory_format=torch.channels_last if is_last else torch.contiguous_format)
             module._compiled_call_impl = None
             if variant == "compiled":
-                module.compile(fullgraph=True)
+                module.compile(fullgraph=True, mode=_COMPILE_MODE if self._on_gpu else None)
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the images, each in a call of its own, in the order of the share (`in_runs` has sorted it by LoRA set);
@@ -216,7 +222,7 @@ _TEXT_PREFIX = "text_model."
 
 
 class OpenVino(FleetWorker):
-    """optimum-intel's pipeline of one exported model, compiled for single images."""
+    """optimum-intel's pipeline of one exported model, compiled for one batch size, and images of the one edge."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Export the model unless that has been done. `cache` holds the exports, the benchmarks' own if empty."""
@@ -230,14 +236,28 @@ class OpenVino(FleetWorker):
         root = Path(cache) if cache else cache_folder()
         self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
         self._edge = settings["edge"]
+        self._threads, self._is_batched, self._batch = 1, False, 0
         self._pipeline: Any = None
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Compile for so many threads, and images of the one edge."""
-        self._pipeline = None
+        """Set threads, and whether equal orders are one call."""
+        self._threads, self._is_batched, self._batch = threads, variant == "batched", 0
+
+    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
+        """Make the calls."""
+        batch = len(items) if self._is_batched and not one_by_one else 1
+        if batch != self._batch:
+            self._compile(batch)
+        calls = [items[at : at + batch] for at in range(0, len(items), batch)]
+        images = [image for call in calls for image in _drawn(self._pipeline, call)]
+        return images if keep else []
+
+    def _compile(self, batch: int) -> None:
+        """Compile for a batch: a static shape cannot be widened again."""
+        self._pipeline, self._batch = None, batch
         config = {
             "INFERENCE_PRECISION_HINT": self._precision,
-            "INFERENCE_NUM_THREADS": str(threads),
+            "INFERENCE_NUM_THREADS": str(self._threads),
             "NUM_STREAMS": "1",
             "PERFORMANCE_HINT": "LATENCY",
         }
@@ -246,20 +266,19 @@ class OpenVino(FleetWorker):
         )
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
         pipeline.set_progress_bar_config(disable=True)
-        pipeline.reshape(batch_size=1, height=self._edge, width=self._edge, num_images_per_prompt=1)
+        pipeline.reshape(batch_size=batch, height=self._edge, width=self._edge, num_images_per_prompt=1)
+        shape = pipeline.vae_decoder.model.input(0).partial_shape
+        shape[0] = batch  # `reshape` leaves it at the number of images of one prompt
+        pipeline.vae_decoder.model.reshape(shape)
         pipeline.compile()
-
-    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
-        """Make the images one after the other."""
-        images = [image for order in items for image in _drawn(self._pipeline, [order])]
-        return images if keep else []
 
     def _export(self, base: Path, folder: Path) -> Path:
         """Return the folder of the exported model."""
-        if (folder / "model_index.json").is_file():
-            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        with (folder.parent / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # exporting takes the memory of several copies of a model
+            if (folder / "model_index.json").is_file():
+                return folder
             source, made = Path(scratch) / "source", Path(scratch) / "made"
             _copy_links(base, source)
             pipeline = self._kind.from_pretrained(source, export=True, compile=False, load_in_8bit=False)

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,8 +39,12 @@ def bench(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="images: float32, bfloat16, or auto (if left out): each that the CPU has"),
+        typer.Option(help="images: float32, bfloat16, float16, or auto (if left out): each that the CPU has"),
     ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="images: where the systems run; cpu if left out")
+    ] = None,
+    at: Annotated[str, typer.Option(help="the commit that this tree is a copy of, where there is no git")] = "",
     workload: Annotated[list[str] | None, typer.Option(help="only this workload; may be repeated")] = None,
     system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="how often everything is measured")] = None,
@@ -58,9 +62,9 @@ def bench(
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
-    options = {"models": models, "size": size, "edge": edge, "dtype": dtype, "data": data}
+    options = {"models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data}
     job = BenchJob(
-        name=name, rounds=rounds, quick=quick, workloads=tuple(workload or ()), systems=tuple(system or ()),
+        name=name, rounds=rounds, quick=quick, at=at, workloads=tuple(workload or ()), systems=tuple(system or ()),
         record=record, results=results, options={key: value for key, value in options.items() if value is not None},
     )  # fmt: skip
     # Servers that a benchmark started must not outlive it, however it is asked to end, in the background of a script

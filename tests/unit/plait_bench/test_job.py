@@ -12,7 +12,7 @@ import pytest
 from plait.cli.main import main
 from plait_bench import images, job, records
 from plait_bench.benchmark import RATIO, ResultRow
-from plait_bench.errors import SystemFailed
+from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.records import document
 from plait_bench.runner import BenchResult
 
@@ -86,11 +86,13 @@ def test_options_reach_the_job(measured, capsys, tmp_path):
     assert code == 0
     assert "plait/diffusers" in stdout
     run(capsys, "images", "--record", "--rounds", "7", "--system", "plait", "--size", "sd15", "--edge", "512")
+    run(capsys, "images", "--device", "cuda", "--at", "abc123")
     assert measured == [
         job.BenchJob(name="images", workloads=("same16",), options={"models": tmp_path}),
         job.BenchJob(
             name="images", rounds=7, systems=("plait",), record=True, options={"size": "sd15", "edge": 512}
         ),
+        job.BenchJob(name="images", at="abc123", options={"device": "cuda"}),
     ]  # fmt: skip
 
 
@@ -131,7 +133,8 @@ def test_an_unknown_workload_is_a_sentence(capsys, name):
     [
         (("--size", "sd3"), "there is no size 'sd3'; there are starter, sd15, sdxl"),
         (("--size", "sd15", "--edge", "300"), "images are 256, 512, 1024 pixels wide, not 300"),
-        (("--dtype", "float8"), "this CPU does not compute in float8"),
+        (("--dtype", "float8", "--device", "cuda"), "this machine does not compute in float8"),
+        (("--dtype", "float8"), "this machine does not compute in float8"),
         (("--size", "sdxl", "--workload", "same16"), "there is no workload 'same16'; there are start, single"),
     ],
 )
@@ -149,6 +152,7 @@ def test_bfloat16_is_measured_where_the_cpu_has_it(monkeypatch, capsys):
     assert images.dtypes("bfloat16") == ("bfloat16",)
     monkeypatch.setattr("plait_kernels.cores.has_bfloat16", lambda: False)
     assert images.dtypes("auto") == ("float32",)
+    assert images.dtypes("auto", "cuda") == ("float16",)
     assert run(capsys, "images", "--dtype", "bfloat16")[0] == 1
 
 
@@ -194,3 +198,16 @@ def test_a_run_that_is_stopped_keeps_what_it_had(monkeypatch, tmp_path):
     with pytest.raises(SystemFailed, match="no room"):
         job.measure(asked, say=lambda _: None)
     assert [found["workload"] for found in records.read(tmp_path / "rows.jsonl")] == ["shm-1mib"]
+
+
+def test_a_copy_without_git_is_told_its_commit(monkeypatch, tmp_path):
+    """Its rows are recorded under that; a checkout knows its own."""
+    row = ResultRow.of([1.0], system="plait", workload="shm-1mib", metric="gb_per_s", unit="GB/s")
+    monkeypatch.setattr(job, "run", lambda *_, **__: [BenchResult(rows=(row,), left_out={})])
+    asked = job.BenchJob(name="fabric", at="abc123", record=True, results=tmp_path / "rows.jsonl")
+    monkeypatch.setattr(job, "commit", lambda _: "unknown")
+    job.measure(asked, say=lambda _: None)
+    assert [found["commit"] for found in records.read(asked.results)] == ["abc123"]
+    monkeypatch.setattr(job, "commit", lambda _: "def456")
+    with pytest.raises(BenchError, match="knows its commit"):
+        job.measure(asked, say=lambda _: None)

@@ -84,7 +84,7 @@ def test_sizes_edges_and_dtypes_never_share_a_row():
         Variety(size=size, edge=edge, dtype=dtype)
         for size in SIZES.values()
         for edge in ((256, 512) if size.name != "starter" else (256,))
-        for dtype in ("float32", "bfloat16")
+        for dtype in ("float32", "bfloat16", "float16")
     ]
     names = [kind.row_name("single") for kind in kinds]
     assert len(set(names)) == len(names)
@@ -100,6 +100,24 @@ def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):
         (("plait", peer),) for peer in ("diffusers_fair", "plait_exact", "plait_torch", "openvino")
     ]
     assert {(each.name, each._max_open) for each in made} == {("sd15-single", 2)}
+
+
+def test_on_a_gpu_the_engine_is_compared_with_diffusers(tmp_path):
+    """All stay open, each in one process; the images have more steps, and nobody adapts to the load."""
+    (made,) = benchmark(only=["lora"], size="sdxl", device="cuda", models=tmp_path).workloads
+    assert (made.name, made._max_open) == ("gpu-sdxl-fp16-lora", 0)
+    found = {name: [layout.partition(" ")[2] for layout in made.layouts(name)] for name in made.systems}
+    assert found == {"plait_engine": ["own"], "diffusers_fair": ["channels_last", "compiled"], "diffusers": [""]}
+    assert (made._items.settings["device"], made._items.settle_s) == ("cuda", 0.0)
+    assert {order.steps for order in made._items.items} == {20}
+
+
+def test_openvino_makes_equal_images_one_by_one_or_in_one_call(tmp_path):
+    """Whichever is faster."""
+    (made,) = on_fleets(tmp_path, [Variety()], ["same4"], ["openvino"], host_cores=2)
+    assert list(made.layouts("openvino")) == [
+        f"{of}{batched}" for of in ("1x1", "1x2", "2x1") for batched in ("", " batched")
+    ]
 
 
 def test_a_workload_loads_only_the_models_that_it_names(tmp_path):
