@@ -228,7 +228,7 @@ def merge_loras(
     """
     from plait.config import load_config
     from plait.errors import PlaitError
-    from plait.offline.images import parse_lora
+    from plait.offline.images import named
     from plait.offline.merging import check_merge, merge
     from plait_serving.diffusion.sources.staging import require_new_folder
 
@@ -236,7 +236,7 @@ def merge_loras(
     if images is None:
         raise PlaitError("the configuration says images: null; there is nothing to merge into")
     require_new_folder(out)
-    scales = {name: 1.0 if scale is None else scale for name, scale in map(parse_lora, lora)}
+    scales = {it["name"]: it.get("scale", 1.0) for it in (named(text, "--lora") for text in lora)}
     if len(scales) < len(lora):
         raise typer.BadParameter("names a LoRA twice", param_hint="--lora")
     chosen = check_merge(images, base, scales)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.demo.ranking import PostBody, offers_ranking, rank_for_everybody
-from plait.errors import ServeError
+from plait.errors import ServeError, told
 from plait.server import processes
 from plait_serving.images.config import STARTER_GUIDANCE, STARTER_MODEL
 
@@ -182,10 +182,8 @@ def smoke(url: str, page: Path) -> str:
     from plait_loadtest.session import run_scenario
     from plait_report.page import number
 
-    try:
+    with told(LoadtestError, about="the load test could not run", to=ServeError):
         session = run_scenario(load_scenario("smoke", {"target.url": url}))
-    except LoadtestError as error:
-        raise ServeError(f"the load test could not run: {error}") from error
     Outputs(html=page).write_files(session)
     total = session.summary.total
     median, p95 = number(total.latency_ms.p50), number(total.latency_ms.p95)

@@ -87,7 +87,7 @@ def parse_order(
     body = {
         **fields,
         "output_format": output_format.value,
-        "loras": [_lora(text) for text in loras],
+        "loras": [named(text, "--lora") for text in loras],
         "controlnets": [_controlnet(text, preprocess) for text in controlnets],
     }
     changed = _edit(edits or {})
@@ -153,15 +153,10 @@ def option_of(param: str | None) -> str:
     return names.get(field, f"--{field.replace('_', '-')}" if field else "the request")
 
 
-def parse_lora(text: str) -> tuple[str, float | None]:
-    """Read `NAME[:SCALE]`; None: no scale was given. Raises `OrderError`."""
+def named(text: str, option: str, whole: str = "") -> dict[str, Any]:
+    """Read `NAME[:SCALE]`, the begin of `whole`; without a scale it has none. Raises `OrderError`."""
     name, colon, scale = text.partition(":")
-    return name, _number(scale, "--lora", text) if colon else None
-
-
-def _lora(text: str) -> dict[str, Any]:
-    name, scale = parse_lora(text)
-    return {"name": name, **({} if scale is None else {"scale": scale})}
+    return {"name": name, **({"scale": _number(scale, option, whole or text)} if colon else {})}
 
 
 def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:
@@ -169,10 +164,8 @@ def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:
     left, equals, path = text.partition("=")
     if not equals or not path:
         raise OrderError(f"--controlnet: {text!r} is not NAME=PICTURE")
-    name, colon, scale = left.partition(":")
-    raw = _file_bytes(Path(path), "--controlnet")
-    control = {"name": name, "image": base64.b64encode(raw).decode("ascii"), "preprocess": preprocess}
-    return {**control, **({"scale": _number(scale, "--controlnet", text)} if colon else {})}
+    image = base64.b64encode(_file_bytes(Path(path), "--controlnet")).decode("ascii")
+    return {**named(left, "--controlnet", text), "image": image, "preprocess": preprocess}
 
 
 def _number(text: str, option: str, whole: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.config import PlaitConfig, TuningSection
 from plait.deployments import INGRESS, Deployment, deployments
-from plait.errors import ConfigError, PlaitError
+from plait.errors import ConfigError, told
 from plait.gpu_shares import pods_with_gpus, with_gpus
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
@@ -66,13 +66,11 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
     config = fitted(config, described(cluster)())
     ingress, *rows = deployments(config)
     policies = {row.name: autoscaling(row.scaling)["policy"] for row in rows if row.scaling is not None}
-    try:
+    with told(PlacementError, about=cluster):
         demands = [row.demand() for row in rows]
         classes = read_classes(cluster, demands)
         placed = placed_deployments(demands, classes)
         policy = policy_options(demands, classes, follows=policies)
-    except PlacementError as error:
-        raise PlaitError(f"{cluster}: {error}") from error
     at = {name_at(row.name, of): row for row in rows for of in classes}
     options = {name: {**placed[name], **_options(row)} for name, row in at.items()} | {ingress.name: _options(ingress)}
     plain = serve_application(config)

@@ -45,12 +45,9 @@ def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     body = {"parameters": {"update": str(folder.absolute())}}
     at = f"{url.rstrip('/')}/v2/repository/models/{quote(model, safe='')}/load"
-    try:
+    wrong = (httpx2.InvalidURL, httpx2.UnsupportedProtocol)
+    with told(httpx2.HTTPError, about=url), told(*wrong, about=f"{url!r} is not http://HOST:PORT"):
         answer = httpx2.post(at, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
-    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
-        raise PlaitError(f"{url!r} is not http://HOST:PORT: {error}") from error
-    except httpx2.HTTPError as error:
-        raise PlaitError(f"{url}: {error}") from error
     data: Any = None
     with suppress(ValueError):  # what stands before the server may answer with a page
         data = answer.json()

@@ -65,14 +65,13 @@ def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
         raise PlaitError("knobs: " + "; ".join(problems))
 
 
-def check_values(config: PlaitConfig, values: Mapping[str, Iterable[Any]]) -> None:
-    """Check each value that the job lists for a knob. Raises `PlaitError` if a knob does not allow one of them."""
-    for name, wanted in values.items():
-        for value in wanted:
-            try:
-                apply_knobs(config, {name: value})
-            except ConfigError as error:
-                raise PlaitError(f"knobs: {name} cannot be {value!r}: {'; '.join(error.problems)}") from error
+def check_values(config: PlaitConfig, name: str, values: Iterable[Any]) -> None:
+    """Check each value that the job lists for a knob. Raises `PlaitError` if the knob does not allow one of them."""
+    for value in values:
+        try:
+            apply_knobs(config, {name: value})
+        except ConfigError as error:
+            raise PlaitError(f"knobs: {name} cannot be {value!r}: {'; '.join(error.problems)}") from error
 
 
 def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:

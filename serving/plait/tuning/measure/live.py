@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from plait.config import PlaitConfig, dump_config, parse_config
 from plait.deployments import Effect
-from plait.errors import PlaitError, StateError
+from plait.errors import PlaitError, StateError, told
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.environment import prepare_environment
@@ -143,10 +143,8 @@ def running_config(root: Path, port: int) -> PlaitConfig:
     none."""
     _record(root, port)
     path = root / f"port-{port}" / "config.yaml"
-    try:
+    with told(OSError, yaml.YAMLError, about=f"{path} cannot be read", to=StateError):
         data = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise StateError(f"{path} cannot be read: {error}") from error
     return parse_config(data, source="the running configuration", folder=Path.cwd())
 
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from plait.errors import PlaitError, StateError
+from plait.errors import PlaitError, StateError, told
 from plait.server import processes
 from plait.server.leftovers import clean_up_others
 from plait.server.ports import free_port
@@ -169,17 +169,13 @@ class ServiceSubject:
             field = "command" if self._target.command else "apply"
             raise JobRefused(f"target.{field}: there is no program {program!r}")
         first = {name: knob.value_at(0) for name, knob in self.spec.space.by_name.items()}
-        try:
+        with told(PlaitError, about="target", to=JobRefused):
             self._handed_over({**first, **self.spec.default})  # those that are inactive in the reference, too
-        except PlaitError as error:
-            raise JobRefused(f"target: {error}") from error
 
     def _claimed(self, root: Path) -> PortState:
         port = self._port or urlsplit(self._filled(self._target.address)).port or 80
-        try:
+        with told(StateError, about="target.ready", to=JobBusy):
             state = PortState.claim(root, port)
-        except StateError as error:
-            raise JobBusy(f"target.ready: {error}") from error
         # Without a Ray, but with processes of ours to end.
         state.write(RunRecord(run_id=self._run_id, url=self.url, ray_folder=""))
         return state
@@ -207,15 +203,12 @@ class ServiceSubject:
         if self._target.command:
             variables[processes.RUN_ID_VARIABLE] = self._run_id
         env, own_session = {**os.environ, **variables}, bool(self._target.apply)
-        try:
-            with self.log_path.open("ab") as log:
-                self._logged_bytes = log.tell()
-                return subprocess.Popen(
-                    command, cwd=self._target.folder, env=env, start_new_session=own_session,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                )  # fmt: skip
-        except OSError as error:
-            raise RefusedStart(f"{command[0]}: {error}") from error
+        with told(OSError, about=command[0], to=RefusedStart), self.log_path.open("ab") as log:
+            self._logged_bytes = log.tell()
+            return subprocess.Popen(
+                command, cwd=self._target.folder, env=env, start_new_session=own_session,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
 
     def _run_hook(self, config: Config, *, limit_s: float) -> None:
         if config != self.spec.default:
