@@ -44,7 +44,7 @@ def doctor(
         *machine.check_home(os.environ),
         *machine.check_caches(os.environ),
         *machine.check_port("127.0.0.1", port),
-        *sockets.check_sockets(all_rays=cluster and address is not None),
+        *sockets.sockets_findings(sockets.ray_listeners(), all_rays=cluster and address is not None),
         *models.check_starter(STARTER_FOLDER),
         *models.check_models(loaded),
     ]

@@ -96,8 +96,7 @@ def make_update(
     version: Annotated[str, typer.Option(help="the new version")],
 ) -> None:
     """Write an update: the rows and weights in which a retrained model differs from the newest version."""
-    from plait.offline.packaging import make
-    from plait.offline.refreshing import update
+    from plait.offline.packaging import make, update
 
     print(f"making {target} ...", file=sys.stderr, flush=True)
     manifest = update(make(target).module, package, out, version=version)
@@ -117,7 +116,7 @@ def refresh_model(
 
     A bad update is refused, and the old version stays. Publishing the same update again is not an error.
     """
-    from plait.offline.refreshing import publish_over_http
+    from plait.offline.packaging import publish_over_http
 
     version = publish_over_http(url, model, update, api_key=api_key)
     print(f"{model} is at version {version}")
@@ -125,7 +124,7 @@ def refresh_model(
 
 def fold_model(package: Package, *, out: Out) -> None:
     """Write a package with its updates folded in; many small updates make every worker start slower."""
-    from plait.offline.refreshing import fold
+    from plait.offline.packaging import fold
 
     print(f"version {fold(package, out).version}", file=sys.stderr)
     print(out)

@@ -33,14 +33,9 @@ class RaySocket:
         return (mapped or found).is_loopback
 
 
-def check_sockets(*, all_rays: bool) -> list[CheckResult]:
-    """Check Ray's processes of this user. `all_rays`: a Ray that plait did not start is what plait runs on, too."""
-    return sockets_findings(ray_listeners(), all_rays=all_rays)
-
-
 def sockets_findings(listeners: Iterable[RaySocket], *, all_rays: bool = False) -> list[CheckResult]:
     """Return a failure if another machine reaches a socket of a Ray of plait's that asks for no token; a warning if it
-    asks, or if the Ray is another program's."""
+    asks, or if the Ray is another program's. `all_rays`: a Ray that plait did not start is what plait runs on, too."""
     listeners = list(listeners)
     if not listeners:
         return [CheckResult(name="sockets", verdict=CheckStatus.OK, detail="no Ray of this user runs here")]

@@ -192,7 +192,7 @@ class _Run:
             self._cluster = Cluster.start_local(
                 self._config, port=self._port, num_cpus=num_cpus, folder=folder, token_path=token
             )
-            self._state.note_ray(self._cluster.gcs_address)
+            self._state.note(gcs_address=self._cluster.gcs_address)
         else:
             self._cluster = Cluster.attach(self._config, port=self._port)
         self._signals.install()
@@ -275,7 +275,7 @@ class _Run:
         if self._ray_folder is None:
             return frozenset()
         found = processes.members(self._run_id, os.getpid())
-        self._keep(lambda: self._state.note_processes(found))
+        self._keep(lambda: self._state.note(processes=tuple(sorted(found))))
         return found
 
 

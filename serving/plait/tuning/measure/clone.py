@@ -147,7 +147,7 @@ class Clone:
         if self._state is None:
             return frozenset()
         found = processes.members(self._run_id, os.getpid())
-        self._state.note_processes(found)
+        self._state.note(processes=tuple(sorted(found)))
         return found
 
 

@@ -30,11 +30,11 @@ def of_start(reason: str, *, oom_kills: int = 0) -> TrialOutcome:
     return TrialOutcome.failed(kind, reason)
 
 
-def of_load(loaded: LoadResult, evidence: Evidence, *, guard: bool = False) -> TrialOutcome | None:
-    """Return why a completed load is not a valid measurement, or None if it is. `guard`: a guard ended it."""
+def of_load(loaded: LoadResult, evidence: Evidence) -> TrialOutcome | None:
+    """Return why a completed load is not a valid measurement, or None if it is."""
     if evidence.died:
         return _of_deaths(evidence, loaded.errors)
-    if guard:
+    if loaded.guarded:
         kind = FailureKind.CRASH if "requests failed" in loaded.ended_early else FailureKind.TIME_OUT
         return TrialOutcome.failed(kind, loaded.ended_early)
     if loaded.timed_out:
