@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
 from plait.config import PlaitConfig
-from plait.http_settings import http_settings
+from plait.deployments import http_settings
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
