@@ -29,7 +29,7 @@ def doctor(
     from plait.config import load_config
     from plait.doctor import machine, models, sockets
     from plait.doctor.cluster import check_cluster
-    from plait.doctor.findings import CheckStatus, told
+    from plait.doctor.findings import CheckStatus, listed
     from plait_serving.images.config import STARTER_FOLDER
 
     loaded = load_config(config)
@@ -50,5 +50,5 @@ def doctor(
     ]
     if cluster:
         findings += check_cluster(address, port)
-    print(told(findings, as_json=as_json))
+    print(listed(findings, as_json=as_json))
     raise typer.Exit(1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.packaging import cut_model, explain_model, package_model
+from plait.errors import PlaitError, told
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.random_models.names import DtypeName, LoraSpelling
 
@@ -44,7 +45,6 @@ def random_model(
 
     (require_new_folder if lora is None else require_new_file)(out)  # before the libraries are loaded
     print("loading the model classes ...", file=sys.stderr, flush=True)
-    from plait.errors import told
     from plait_serving.diffusion.published.architectures import ARCHITECTURES
     from plait_serving.diffusion.published.scaled import scaled_down
     from plait_serving.random_models.loras import write_lora
@@ -172,11 +172,11 @@ def check_model(
     Exit with code 1 on a problem; no weights are loaded.
     """
     from plait.config import load_config
-    from plait.doctor.findings import CheckStatus, told
+    from plait.doctor.findings import CheckStatus, listed
     from plait.doctor.models import check_model
 
     found = list(check_model(load_config(config), model))
-    print(told(found, as_json=as_json))
+    print(listed(found, as_json=as_json))
     raise typer.Exit(1 if any(each.verdict is CheckStatus.FAIL for each in found) else 0)
 
 
@@ -196,10 +196,8 @@ def verify_models(
     from plait_serving.starter.manifest import WEIGHTS
 
     folder = folder or WEIGHTS
-    try:
+    with told(ValueError, to=lambda said: typer.BadParameter(said, param_hint="--part")):
         parts = parse_parts(part)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--part") from error
     check_files(folder)
     limit = QUICK_CONCEPTS if quick else None
     print(f"loading {folder} ...", file=sys.stderr, flush=True)
@@ -226,7 +224,6 @@ def merge_loras(
     The folder has the dtype of the model's files, and everything that the LoRAs leave alone as it is.
     """
     from plait.config import load_config
-    from plait.errors import PlaitError
     from plait.offline.images import named
     from plait.offline.merging import check_merge, merge
     from plait_serving.diffusion.sources.staging import require_new_folder

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait.errors import OrderError
+from plait.errors import OrderError, told
 from plait.offline.inventory import lora_names, more_models
 from plait_serving.diffusion.admission import ImageLimits, check_size
 from plait_serving.diffusion.errors import EngineStopped, RequestError
@@ -120,10 +120,8 @@ def check_order(body: GenerationBody, images: ImagesSection) -> None:
     if body.size is not None:
         asked = images.limits
         limits = ImageLimits(max_edge_px=asked.max_edge_px, max_pixels=asked.max_pixels, sizes=asked.sizes)
-        try:
+        with told(RequestError, about="--size", to=OrderError):
             check_size(*body.size, limits)
-        except RequestError as error:
-            raise OrderError(f"--size: {error.message}") from error
 
 
 def _edit(edits: Mapping[str, Any]) -> dict[str, Any]:

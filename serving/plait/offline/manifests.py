@@ -26,7 +26,7 @@ def kuberay_manifests(config: PlaitConfig) -> str:
     # In a pod the server listens on all interfaces, whatever it does on this machine.
     config = config.model_copy(update={"server": config.server.behind("0.0.0.0")})  # noqa: S104
     config = with_gpus(config, pods_with_gpus(config))
-    try:
+    with told(DeployError, to=lambda said: ConfigError("the manifests", [said])):
         return render_kuberay(
             serve_application(config),
             deployments(config),
@@ -37,8 +37,6 @@ def kuberay_manifests(config: PlaitConfig) -> str:
             ray_version=version("ray"),
             environment={**RAY_ENVIRONMENT, **proxy_environment(config.server.answered_hosts)},
         )
-    except DeployError as error:
-        raise ConfigError("the manifests", [str(error)]) from error
 
 
 def serve_application(config: PlaitConfig) -> ServeApplication:

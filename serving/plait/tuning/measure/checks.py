@@ -95,14 +95,14 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
 
 def scenario_of(spec: JobSpec, source: Any) -> Scenario:
     """Return a scenario of the job at the offered rate. Raises `JobRefused` if it cannot give a valid result."""
-    try:
+    # How to keep the scenario's load, where the job did not ask for another.
+    advice = "; `offered: given` measures at the scenario's own rate" if spec.is_capacity_search else ""
+    with told(LoadtestError, to=lambda said: JobRefused(f"scenarios: {said}{advice}")):
         scenario = load_scenario(source, {})
         if spec.rate_per_s is not None:
             scenario = at_rate(scenario, spec.rate_per_s, scenario.duration_s)
         elif spec.is_capacity_search:
             at_rate(scenario, 1.0, scenario.duration_s)
-    except LoadtestError as error:
-        raise JobRefused(f"scenarios: {error}{_hint(spec)}") from error
     wanted = _API.get(spec.target.app, scenario.target.api)
     if scenario.target.api != wanted:
         raise JobRefused(
@@ -111,7 +111,7 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
     rate = getattr(scenario.arrivals, "rate_per_s", None)
     slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
     if spec.is_capacity_search and not any(slo for _, slo in slos):
-        raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs{_hint(spec)}")
+        raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs{advice}")
     needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
     if rate is not None and rate * scenario.duration_s < needed:
         raise JobRefused(
@@ -119,11 +119,6 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
             f"{scenario.duration_s:g} s; its SLO needs {needed} to be judged: duration_s: {math.ceil(needed / rate)}"
         )
     return scenario
-
-
-def _hint(spec: JobSpec) -> str:
-    """Say how to keep the scenario's load, where the job did not ask for another."""
-    return "; `offered: given` measures at the scenario's own rate" if spec.is_capacity_search else ""
 
 
 def guard_of(spec: JobSpec) -> GuardLimits | None:

@@ -19,12 +19,11 @@ from plait.config import PlaitConfig, dump_config, parse_config
 from plait.deployments import Effect
 from plait.errors import PlaitError, StateError, told
 from plait.server import processes
-from plait.server.cluster import Cluster
+from plait.server.cluster import APP, Cluster
 from plait.server.environment import prepare_environment
 from plait.server.state import RunRecord, read_record, write_config
 from plait.tuning.measure.application import Compose, RunningApplication
 
-_APP = "plait"
 _ROLL_BACK_S = 120.0
 
 
@@ -128,7 +127,7 @@ class LiveServer:
         there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
         cluster = Cluster.attach(there, port=port)
         marked = run_id if self._record.ray_folder is not None else None  # only our own Ray's processes are
-        return RunningApplication(cluster, compose, app=_APP, salt=run_id, run_id=marked, config=config)
+        return RunningApplication(cluster, compose, app=APP, salt=run_id, run_id=marked, config=config)
 
     def _roll_back_to(self, note: RollbackNote) -> None:
         if note.run_id == self._record.run_id:
