@@ -67,20 +67,15 @@ def plan(state: ClusterState, demands: Sequence[Demand], policy: Policy) -> Plac
                 f"{each.name}: a replica needs {said(each.task)}, and no node has that even when it is empty"
             )
     before = use_of(state, demands)
-    order = sorted(
-        ((each, replica) for each in demands for replica in range(each.replicas)),
-        key=lambda item: (-item[0].task.total_milli, -item[0].task.cpu_milli),
-    )
+    replicas = [(each, replica) for each in demands for replica in range(each.replicas)]
     places: dict[tuple[str, int], TaskPlacement | None] = {}
-    for each, replica in order:
+    for each, replica in sorted(replicas, key=lambda it: (-it[0].task.total_milli, -it[0].task.cpu_milli)):
         at = policy.choose(state, each.task)
         places[each.name, replica] = at
         if at is not None:
             state.place(each.task, at)
     assigned = tuple(
-        Assigned(demand=each, replica=replica, at=places[each.name, replica])
-        for each in demands
-        for replica in range(each.replicas)
+        Assigned(demand=each, replica=replica, at=places[each.name, replica]) for each, replica in replicas
     )
     return PlacementPlan(assigned=assigned, before=before, after=use_of(state, demands))
 

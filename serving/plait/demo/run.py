@@ -265,8 +265,9 @@ def post(client: httpx2.Client, url: str, body: Mapping[str, Any]) -> Mapping[st
 
 
 def tune_ranking(folder: Path) -> str:
-    """Tune a clone of the ranking service from scratch in `folder`, in three trials, with progress on stderr; return two
-    lines: where the report is, and the answer or why there is none.
+    """Tune a clone of the ranking service from scratch in `folder`, in three trials, with progress on stderr.
+
+    Return two lines: where the report is, and the answer or why there is none.
 
     On a host that is too busy to measure on the result is that, as an invalid load test's is.
     """

@@ -45,12 +45,15 @@ class ServiceSubject:
     """
 
     guard = None
+    may_end = frozenset({_CHILD})
+    """Whatever the command starts itself."""
     features: Mapping[str, float] = {}
 
     def __init__(self, spec: JobSpec, target: ServiceTarget, *, root: Path, folder: Path) -> None:
         """Raises `JobRefused` before anything is started, `JobBusy` if another plait is on the port."""
         self.spec, self._target = spec, target
         self._program = target.command or target.apply
+        self.prefix = urlsplit(target.address).path.rstrip("/")
         self.name, self.log_path = spec.name, folder / "service.log"
         self._written = folder / f"configuration-{os.getpid()}{Path(target.file or '').suffix}"  # one for each worker
         self._changed = folder / "changed"  # as long as the hook has set anything but the reference
@@ -88,20 +91,10 @@ class ServiceSubject:
         return "{0.scheme}://{0.netloc}".format(urlsplit(self._filled(self._target.address)))
 
     @property
-    def prefix(self) -> str:
-        """The path of the address."""
-        return urlsplit(self._target.address).path.rstrip("/")
-
-    @property
     def reserved(self) -> ReservedResources:
         """What `reserves` says of the running configuration."""
         assert self._config is not None, "nothing runs"
         return self._reserved_by(self._config)
-
-    @property
-    def may_end(self) -> frozenset[str]:
-        """Whatever the command starts itself."""
-        return frozenset({_CHILD})
 
     def pids(self) -> dict[int, str]:
         """Return the processes of the command; none of a service that a hook changes."""
