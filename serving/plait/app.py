@@ -8,7 +8,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from ray import serve
@@ -87,8 +87,7 @@ def _made(target: str) -> serve.Deployment:
     """Return a class as a deployment; Serve takes 20 ms to make one."""
     if target in LAZY:
         return serve.deployment(LAZY[target])
-    module, _, name = target.partition(":")
-    return serve.deployment(serve.ingress()(getattr(import_module(module), name)))
+    return serve.deployment(serve.ingress()(resolve_name(target)))
 
 
 def _with_handles(value: Any, handles: Mapping[str, Any]) -> Any:

@@ -136,13 +136,9 @@ class ServerSection(Section):
     ] = 600.0
 
     @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
+    def _makes_sense(self) -> Self:
         if self.direct_port == self.port:
             raise ValueError(f"direct_port is port ({self.port}), where Serve's proxy listens")
-        return self
-
-    @model_validator(mode="after")
-    def _tenants_have_keys(self) -> Self:
         known = {key.tenant for key in self.api_keys} or {"default"}
         unknown = sorted(set(self.tenants) - known)
         if unknown:
@@ -221,13 +217,9 @@ class ServedConfig(Section):
     tuning: TuningSection = TuningSection()
 
     @model_validator(mode="after")
-    def _tuning_has_an_admin(self) -> Self:
+    def _makes_sense(self) -> Self:
         if self.tuning.enabled and not self.server.has_admin:
             raise ValueError(TUNING_WITHOUT_ADMIN)
-        return self
-
-    @model_validator(mode="after")
-    def _serves_something(self) -> Self:
         if self.images is None and (self.recommend is None or not self.recommend.resolved_models()):
             raise ValueError("images is null and there is no model under recommend: nothing to serve")
         return self

@@ -9,7 +9,7 @@ PlaitError
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,13 +39,15 @@ class ServeError(PlaitError):
 
 
 @contextmanager
-def told(*kinds: type[Exception], file: Path | None = None) -> Iterator[None]:
-    """Raise these errors as `PlaitError` with their own sentence; with a `file` those of files too, said of it if they
-    name none. For a block, or as a decorator."""
+def told(
+    *kinds: type[Exception], file: Path | None = None, about: object = "", to: Callable[[str], Exception] = PlaitError
+) -> Iterator[None]:
+    """Raise these errors as `PlaitError`, or what `to` makes, with their own sentence, after what it is `about`; with a
+    `file` those of files too, said of it if they name none. For a block, or as a decorator."""
     try:
         yield
     except kinds as error:
-        raise PlaitError(str(error)) from error
+        raise to(f"{about}: {error}" if about else str(error)) from error
     except OSError as error:
         if file is None:
             raise

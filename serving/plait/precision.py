@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.errors import PlaitError
+from plait.errors import told
 from plait.offline.inventory import tensors_of
 from plait_kernels.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
@@ -73,10 +73,8 @@ def _bytes_of(base: BaseSource) -> int:
     if base.is_hub_id and base.revision is not None and not folder.is_dir():
         from plait_serving.diffusion.sources.hub import fetch_from_hub
 
-        try:
+        with told(ModelError):
             folder = fetch_from_hub(base.model, base.revision)
-        except ModelError as error:
-            raise PlaitError(error.message) from error
     try:
         part = folder / family_row(folder).denoiser
     except ModelError:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +29,7 @@ def load_target(text: str) -> Callable[[], Any]:
 
 def call(target: str, *arguments: Any, **named: Any) -> Any:
     """Call the `module:function` of ours, which the process that calls it imports."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)(*arguments, **named)
+    return resolve_name(target)(*arguments, **named)
 
 
 def _from_file(path: Path) -> ModuleType:

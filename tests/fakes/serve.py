@@ -99,8 +99,6 @@ def main(source: FakeSource = FakeSource()) -> int:
             config,
             compose=partial(deployments, engine=source),
             num_cpus=2,
-            app_name="plait",
-            environ=os.environ,
         )
     except PlaitError as error:
         sys.stderr.write(f"{error}\n")

@@ -16,7 +16,7 @@ from fakes.ranking import fake_rankers
 from fakes.trap import Trap
 from fakes.tuning_desk import LocalTuningService, Threads, desk_in
 from plait.config import PlaitConfig, ServerSection
-from plait.http_settings import http_settings
+from plait.deployments import http_settings
 from plait.tuning.service.http import tuning_router
 from plait_disagg.package import Package
 from plait_serving.diffusion.errors import NotFound

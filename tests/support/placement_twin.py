@@ -1,5 +1,5 @@
 """The scores of placement as their formulas read, one node and one class at a time: the reference of `fragments.py` and
-`expected_use.py`."""
+`ExpectedUse`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def device_value(
     hurry: float,
     seen: dict[tuple[int, int], float],
 ) -> float:
-    """Return V of `expected_use.py` for one device with that many steps of CPU, in milli-GPUs. `hurry`: h; `seen` keeps
+    """Return V of `ExpectedUse` for one device with that many steps of CPU, in milli-GPUs. `hurry`: h; `seen` keeps
     what was computed before."""
     if (steps, milli) not in seen:
         weight = sum(each.weight for each in classes)
@@ -80,7 +80,7 @@ def device_value(
 def node_value(
     classes: Sequence[TaskClass], cpu_milli: int, devices: Sequence[int], *, grain: int, hurry: float, steps: int
 ) -> float:
-    """Return the value of a node of `expected_use.py` for one h, in milli-GPUs, where all classes may use its model."""
+    """Return the value of a node of `ExpectedUse` for one h, in milli-GPUs, where all classes may use its model."""
     weight, free, whole = sum(each.weight for each in classes), sum(devices), sum(each == WHOLE for each in devices)
     seen: dict[tuple[int, int], float] = {}
     total = 0.0

@@ -153,21 +153,13 @@ class DeploySection(_Section):
     upgrade: Annotated[IncrementalUpgrade | None, Field(description="unset: a new cluster takes over at once")] = None
 
     @model_validator(mode="after")
-    def _image_is_pinned(self) -> Self:
+    def _makes_sense(self) -> Self:
         if self.image is not None and not self.allow_tag and not _DIGEST.fullmatch(self.image):
             raise ValueError(
                 f"image {self.image} has no digest (name@sha256:...), so it may change: pin it or allow_tag"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _upgrade_needs_autoscaling(self) -> Self:
         if self.upgrade is not None and not self.autoscaling:
             raise ValueError("upgrade needs autoscaling: true, since KubeRay moves traffic by moving capacity")
-        return self
-
-    @model_validator(mode="after")
-    def _head_is_one_pod(self) -> Self:
         if {self.head.min_pods, self.head.max_pods} - {None, 1}:
             raise ValueError("head is one pod: leave min_pods and max_pods out")
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,8 +127,7 @@ class _Follower:
     """Asks a policy of a deployment for the replicas of a name, as if its deployments were one."""
 
     def __init__(self, *, policy_function: str, policy_kwargs: Mapping[str, Any]) -> None:
-        module, _, name = policy_function.partition(":")
-        self._policy = getattr(import_module(module), name)(**policy_kwargs)
+        self._policy = resolve_name(policy_function)(**policy_kwargs)
         self._state: dict[str, Any] = {}
 
     def wanted(self, parts: Sequence[Any]) -> int:

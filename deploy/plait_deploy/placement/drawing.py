@@ -7,13 +7,13 @@ hatched. The bar under the devices is the node's CPU. Lengths are pixels.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
-from plait_deploy.placement.plan import PlacementPlan, Use, said
+from plait_deploy.placement.plan import PlacementPlan, said
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE
 from plait_report.charts import element, picture
@@ -140,9 +140,7 @@ def _totals(canvas: _Canvas, y: float) -> float:
     plan = canvas.plan
     if not plan.after.gpus:
         return y
-    ends: list[tuple[str, Use, Mapping[int, int]]]
-    ends = [("before", plan.before, {}), ("after", plan.after, canvas.gpu_milli)]
-    for label, use, held in ends:
+    for label, use, held in (("before", plan.before, Counter[int]()), ("after", plan.after, canvas.gpu_milli)):
         mine = [(milli / WHOLE, _colour(index)) for index, milli in sorted(held.items())]
         canvas.text(_MARGIN, y + 14, label, "small")
         box = _Box(_MARGIN + 60, y, _WIDTH - 2 * _MARGIN - 60, 20)

@@ -12,7 +12,7 @@ from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacement
+from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +60,22 @@ def plan(state: ClusterState, demands: Sequence[Demand], policy: Policy) -> Plac
     """
     if not any(each.replicas for each in demands):
         raise PlacementError("the configuration asks for no replica")
+    empty = ClusterState(state.nodes)
     for each in demands:
-        if not any(_fits_empty(each.task, node) for node in state.nodes):
+        if empty.first_fit(each.task) is None:
             raise NoRoomError(
                 f"{each.name}: a replica needs {said(each.task)}, and no node has that even when it is empty"
             )
     before = use_of(state, demands)
-    order = sorted(
-        ((each, replica) for each in demands for replica in range(each.replicas)),
-        key=lambda item: (-item[0].task.total_milli, -item[0].task.cpu_milli),
-    )
+    replicas = [(each, replica) for each in demands for replica in range(each.replicas)]
     places: dict[tuple[str, int], TaskPlacement | None] = {}
-    for each, replica in order:
+    for each, replica in sorted(replicas, key=lambda it: (-it[0].task.total_milli, -it[0].task.cpu_milli)):
         at = policy.choose(state, each.task)
         places[each.name, replica] = at
         if at is not None:
             state.place(each.task, at)
     assigned = tuple(
-        Assigned(demand=each, replica=replica, at=places[each.name, replica])
-        for each in demands
-        for replica in range(each.replicas)
+        Assigned(demand=each, replica=replica, at=places[each.name, replica]) for each, replica in replicas
     )
     return PlacementPlan(assigned=assigned, before=before, after=use_of(state, demands))
 
@@ -98,11 +94,6 @@ def use_of(state: ClusterState, demands: Sequence[Demand]) -> Use:
         stranded=float(stranded.sum()),
         stranded_by_node=tuple(stranded.tolist()),
     )
-
-
-def _fits_empty(task: Task, node: ClusterNode) -> bool:
-    has = node.cpu_milli >= task.cpu_milli and node.memory_mib >= task.memory_mib and node.gpus >= task.gpus
-    return has and (not task.gpus or not task.gpu_models or node.gpu_model in task.gpu_models)
 
 
 def said(task: Task) -> str:

@@ -29,7 +29,7 @@ def doctor(
     from plait.config import load_config
     from plait.doctor import machine, models, sockets
     from plait.doctor.cluster import check_cluster
-    from plait.doctor.findings import CheckStatus, told
+    from plait.doctor.findings import CheckStatus, listed
     from plait_serving.images.config import STARTER_FOLDER
 
     loaded = load_config(config)
@@ -44,11 +44,11 @@ def doctor(
         *machine.check_home(os.environ),
         *machine.check_caches(os.environ),
         *machine.check_port("127.0.0.1", port),
-        *sockets.check_sockets(all_rays=cluster and address is not None),
+        *sockets.sockets_findings(sockets.ray_listeners(), all_rays=cluster and address is not None),
         *models.check_starter(STARTER_FOLDER),
         *models.check_models(loaded),
     ]
     if cluster:
         findings += check_cluster(address, port)
-    print(told(findings, as_json=as_json))
+    print(listed(findings, as_json=as_json))
     raise typer.Exit(1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from plait.errors import PlaitError, told, write
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
-
-T = TypeVar("T")
 
 
 @app.callback()
@@ -31,7 +28,10 @@ def list_links(
 
     sizes = {"32 B": 32, "4 KiB": 4_096, "64 KiB": 65_536, "1 MiB": 1 << 20}
     rows = [("link", *(f"{name}, us" for name in sizes), "GB/s")]
-    for name, one in _read(read_links, file or LINKS).items():
+    file = file or LINKS
+    with told(OSError, ValueError, about=file):
+        known = read_links(file)
+    for name, one in known.items():
         times = [f"{1e6 * one.link.one_way_s(nbytes):.2f}" for nbytes in sizes.values()]
         rows.append((name, *times, f"{one.link.bytes_per_s / 1e9:.1f}"))
     print(table(rows))
@@ -56,9 +56,10 @@ def calibrate_link(
     known = read_links(LINKS)
     if like not in known:
         raise PlaitError(f"there is no link {like!r}; there are {', '.join(known)}")
-    found = [
-        _read(lambda path: parse_measurements(path.read_text(encoding="utf-8-sig")), path) for path in measurements
-    ]
+    found = []
+    for path in measurements:
+        with told(OSError, ValueError, about=path):
+            found.append(parse_measurements(path.read_text(encoding="utf-8-sig")))
     with told(ValueError):
         one = calibrate(name, found, known[like], source=", ".join(path.name for path in measurements))
     latencies = [(s.nbytes, s.latency_s) for measured in found for s in measured.samples if s.latency_s is not None]
@@ -70,11 +71,3 @@ def calibrate_link(
         print(text, end="")
     else:
         write(out, text)
-
-
-def _read(reader: Callable[[Path], T], path: Path) -> T:
-    """Read a file with `reader`, turning its errors into a one-sentence message."""
-    try:
-        return reader(path)
-    except (OSError, ValueError) as error:
-        raise PlaitError(f"{path}: {error}") from error

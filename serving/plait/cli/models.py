@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.packaging import cut_model, explain_model, package_model
+from plait.errors import PlaitError, told
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.random_models.names import DtypeName, LoraSpelling
 
@@ -44,7 +45,6 @@ def random_model(
 
     (require_new_folder if lora is None else require_new_file)(out)  # before the libraries are loaded
     print("loading the model classes ...", file=sys.stderr, flush=True)
-    from plait.errors import told
     from plait_serving.diffusion.published.architectures import ARCHITECTURES
     from plait_serving.diffusion.published.scaled import scaled_down
     from plait_serving.random_models.loras import write_lora
@@ -96,8 +96,7 @@ def make_update(
     version: Annotated[str, typer.Option(help="the new version")],
 ) -> None:
     """Write an update: the rows and weights in which a retrained model differs from the newest version."""
-    from plait.offline.packaging import make
-    from plait.offline.refreshing import update
+    from plait.offline.packaging import make, update
 
     print(f"making {target} ...", file=sys.stderr, flush=True)
     manifest = update(make(target, out=out).module, package, out, version=version)
@@ -117,7 +116,7 @@ def refresh_model(
 
     A bad update is refused, and the old version stays. Publishing the same update again is not an error.
     """
-    from plait.offline.refreshing import publish_over_http
+    from plait.offline.packaging import publish_over_http
 
     version = publish_over_http(url, model, update, api_key=api_key)
     print(f"{model} is at version {version}")
@@ -125,7 +124,7 @@ def refresh_model(
 
 def fold_model(package: Package, *, out: Out) -> None:
     """Write a package with its updates folded in; many small updates make every worker start slower."""
-    from plait.offline.refreshing import fold
+    from plait.offline.packaging import fold
 
     print(f"version {fold(package, out).version}", file=sys.stderr)
     print(out)
@@ -173,11 +172,11 @@ def check_model(
     Exit with code 1 on a problem; no weights are loaded.
     """
     from plait.config import load_config
-    from plait.doctor.findings import CheckStatus, told
+    from plait.doctor.findings import CheckStatus, listed
     from plait.doctor.models import check_model
 
     found = list(check_model(load_config(config), model))
-    print(told(found, as_json=as_json))
+    print(listed(found, as_json=as_json))
     raise typer.Exit(1 if any(each.verdict is CheckStatus.FAIL for each in found) else 0)
 
 
@@ -197,10 +196,8 @@ def verify_models(
     from plait_serving.starter.manifest import WEIGHTS
 
     folder = folder or WEIGHTS
-    try:
+    with told(ValueError, to=lambda said: typer.BadParameter(said, param_hint="--part")):
         parts = parse_parts(part)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--part") from error
     check_files(folder)
     limit = QUICK_CONCEPTS if quick else None
     print(f"loading {folder} ...", file=sys.stderr, flush=True)
@@ -227,8 +224,7 @@ def merge_loras(
     The folder has the dtype of the model's files, and everything that the LoRAs leave alone as it is.
     """
     from plait.config import load_config
-    from plait.errors import PlaitError
-    from plait.offline.images import parse_lora
+    from plait.offline.images import named
     from plait.offline.merging import check_merge, merge
     from plait_serving.diffusion.sources.staging import require_new_folder
 
@@ -236,7 +232,7 @@ def merge_loras(
     if images is None:
         raise PlaitError("the configuration says images: null; there is nothing to merge into")
     require_new_folder(out)
-    scales = {name: 1.0 if scale is None else scale for name, scale in map(parse_lora, lora)}
+    scales = {it["name"]: it.get("scale", 1.0) for it in (named(text, "--lora") for text in lora)}
     if len(scales) < len(lora):
         raise typer.BadParameter("names a LoRA twice", param_hint="--lora")
     chosen = check_merge(images, base, scales)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from plait.errors import told
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -25,7 +27,6 @@ def recommend(
     """Rank candidates for a user with a packaged model in this process; print the best first, with their scores."""
     body = {"user": _json(user, "--user"), "candidates": _candidates(candidates), "top_k": top_k}
     from plait.cli.models import table
-    from plait.errors import told
     from plait_disagg.package.manifest import PackageError, read_manifest
     from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 
@@ -56,7 +57,5 @@ def _no_constant(text: str) -> Any:
 
 
 def _json(text: str, option: str) -> Any:
-    try:
+    with told(ValueError, RecursionError, to=lambda said: typer.BadParameter(f"not JSON: {said}", param_hint=option)):
         return json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,8 +85,6 @@ def _serve(config: PlaitConfig) -> int:
         config,
         compose=deployments,
         num_cpus=logical_cpus(config) + spare_cpus(deployments(config)),
-        app_name="plait",
-        environ=os.environ,
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.demo.ranking import PostBody, offers_ranking, rank_for_everybody
-from plait.errors import ServeError
+from plait.errors import PlaitError, ServeError, told
 from plait.server import processes
 from plait_serving.images.config import STARTER_GUIDANCE, STARTER_MODEL
 
@@ -116,8 +116,6 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
     sheet = out / "contact-sheet.png"
     contact_sheet(images).save(sheet)
     if ranks:
-        from plait.demo.tuning import tune_ranking
-
         say(tune_ranking(out / "tune"))
     return sheet
 
@@ -182,10 +180,8 @@ def smoke(url: str, page: Path) -> str:
     from plait_loadtest.session import run_scenario
     from plait_report.page import number
 
-    try:
+    with told(LoadtestError, about="the load test could not run", to=ServeError):
         session = run_scenario(load_scenario("smoke", {"target.url": url}))
-    except LoadtestError as error:
-        raise ServeError(f"the load test could not run: {error}") from error
     Outputs(html=page).write_files(session)
     total = session.summary.total
     median, p95 = number(total.latency_ms.p50), number(total.latency_ms.p95)
@@ -266,3 +262,27 @@ def post(client: httpx2.Client, url: str, body: Mapping[str, Any]) -> Mapping[st
     if answer.status_code != 200:
         raise ServeError(f"the server refused {body.get('prompt', 'to rank')!r}: {data['error']['message']}")
     return data
+
+
+def tune_ranking(folder: Path) -> str:
+    """Tune a clone of the ranking service from scratch in `folder`, in three trials, with progress on stderr.
+
+    Return two lines: where the report is, and the answer or why there is none.
+
+    On a host that is too busy to measure on the result is that, as an invalid load test's is.
+    """
+    from plait.tuning.job import local_run
+    from plait_autoconfig.errors import NothingValid
+    from plait_autoconfig.jobs.store import holds_job
+
+    if holds_job(folder):  # of an earlier demo
+        shutil.rmtree(folder)
+    try:
+        state, _ = local_run.run(local_run.EXAMPLES / "demo.yaml", folder=folder)
+    except PlaitError as error:
+        if not isinstance(error.__cause__, NothingValid):
+            raise
+        return f"  {folder}  NOTHING TUNED: {error}"
+    answer = state.recommendation
+    sentence = answer.sentence if answer is not None else state.binding or state.reason
+    return f"  {folder / 'report.html'}  {state.remaining.used_trials} tuning trials\n  {sentence}"

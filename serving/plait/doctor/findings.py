@@ -36,7 +36,7 @@ warning = partial(finding, bad=CheckStatus.WARN)
 """The same with a warning."""
 
 
-def told(found: Iterable[CheckResult], *, as_json: bool) -> str:
+def listed(found: Iterable[CheckResult], *, as_json: bool) -> str:
     """Return the results for people, or as one JSON list."""
     if as_json:
         return json.dumps([asdict(each) for each in found], indent=1)

@@ -144,10 +144,8 @@ def check_port(host: str, port: int) -> list[CheckResult]:
         ports.check_port(host, port)
     except PlaitError as error:
         wrong = ports.health(f"http://{host}:{port}", timeout_s=1.0)
-        if wrong is None:
-            detail = f"{port}: a server answers /health there"
-            return [CheckResult(name="port", verdict=CheckStatus.OK, detail=detail)]
-        return [warning("port", False, f"{error} (/health: {wrong})", "wait until it is ready, or take another --port")]
+        detail = f"{port}: a server answers /health there" if wrong is None else f"{error} (/health: {wrong})"
+        return [warning("port", wrong is None, detail, "wait until it is ready, or take another --port")]
     return [CheckResult(name="port", verdict=CheckStatus.OK, detail=f"{port} is free on {host}")]
 
 

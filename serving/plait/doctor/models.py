@@ -24,7 +24,7 @@ from plait_serving.diffusion.sources.file_kinds import read_json, stem_of, why_u
 from plait_serving.diffusion.sources.names import composed, shown
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES, find_weights
 from plait_serving.images.config import BaseSource, ControlNetSection, ImagesSection
-from plait_serving.ranking.config import ShardsSection
+from plait_serving.ranking.config import RankModelSection, ShardsSection
 from plait_serving.spelling import hint
 
 _PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -52,7 +52,6 @@ def check_models(config: PlaitConfig) -> list[CheckResult]:
         *check_folders(config, fully=True),
         *([] if images is None or images.loras.folder is None else _loras(images.loras.folder)),
         *([] if images is None or images.models_folder is None else _left_out(images.models_folder)),
-        *_packages(config),
     ]
 
 
@@ -148,6 +147,8 @@ def check_folders(config: ServedConfig, *, fully: bool = False) -> Iterator[Chec
     for name, ranking in ({} if config.recommend is None else config.recommend.models or {}).items():
         if (broken := _broken_package(ranking.folder, f"recommend.models.{name}.folder")) is not None:
             yield broken
+        elif fully:
+            yield from _whole_package(name, ranking)
 
 
 def _missing(folder: Path) -> str:
@@ -285,14 +286,11 @@ def _told(folder: Path, left_out: Mapping[str, str]) -> Iterator[CheckResult]:
         yield warning("models", False, f"not served of {folder}: {shown_ones}{more}", "rename, convert or remove them")
 
 
-def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
-    for name, section in ({} if config.recommend is None else config.recommend.models or {}).items():
-        if _broken_package(section.folder, name) is not None:
-            continue  # `check_folders` says so
-        yield (found := _package(section.folder, name))
-        shards = section.cn.shard_section
-        if found.verdict is CheckStatus.OK and shards is not None and section.mode == "split":
-            yield _shards(name, section.folder, shards)
+def _whole_package(name: str, section: RankModelSection) -> Iterator[CheckResult]:
+    yield (found := _package(section.folder, name))
+    shards = section.cn.shard_section
+    if found.verdict is CheckStatus.OK and shards is not None and section.mode == "split":
+        yield _shards(name, section.folder, shards)
 
 
 def _broken_package(folder: Path, key: str) -> CheckResult | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
+from plait.doctor.findings import CheckResult, finding, warning
 
 _PROGRAMS = ("gcs_server", "raylet", "ray/dashboard", "ray::", "ray/_private", "ray-dashboard")
 
@@ -33,22 +33,14 @@ class RaySocket:
         return (mapped or found).is_loopback
 
 
-def check_sockets(*, all_rays: bool) -> list[CheckResult]:
-    """Check Ray's processes of this user. `all_rays`: a Ray that plait did not start is what plait runs on, too."""
-    return sockets_findings(ray_listeners(), all_rays=all_rays)
-
-
 def sockets_findings(listeners: Iterable[RaySocket], *, all_rays: bool = False) -> list[CheckResult]:
     """Return a failure if another machine reaches a socket of a Ray of plait's that asks for no token; a warning if it
-    asks, or if the Ray is another program's."""
+    asks, or if the Ray is another program's. `all_rays`: a Ray that plait did not start is what plait runs on, too."""
     listeners = list(listeners)
-    if not listeners:
-        return [CheckResult(name="sockets", verdict=CheckStatus.OK, detail="no Ray of this user runs here")]
     outside = [it for it in listeners if not it.is_loopback]
     if not outside:
-        detail = f"Ray's {len(listeners)} sockets listen on loopback only"
-        return [CheckResult(name="sockets", verdict=CheckStatus.OK, detail=detail)]
-    shown = _shown(outside)
+        inside = f"Ray's {len(listeners)} sockets listen on loopback only"
+        return [finding("sockets", True, inside if listeners else "no Ray of this user runs here", "")]
     if open_ones := [it for it in outside if it.has_token is False]:
         advice = "whoever reaches them runs code here: start Ray with RAY_AUTH_MODE=token, or on 127.0.0.1"
         is_plait = all_rays or any(it.is_ours for it in open_ones)
@@ -56,7 +48,11 @@ def sockets_findings(listeners: Iterable[RaySocket], *, all_rays: bool = False) 
         return [judge("sockets", False, f"{_shown(open_ones)}, and Ray asks for no token", advice)]
     unknown = any(it.has_token is None for it in outside)
     state = "whether Ray asks for a token cannot be read" if unknown else "Ray asks for a token"
-    return [warning("sockets", False, f"{shown}; {state}", "let a firewall or a NetworkPolicy admit the cluster alone")]
+    return [
+        warning(
+            "sockets", False, f"{_shown(outside)}; {state}", "let a firewall or a NetworkPolicy admit the cluster alone"
+        )
+    ]
 
 
 def ray_listeners() -> Iterator[RaySocket]:

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait_report.page import header, html_page, section
 
 if TYPE_CHECKING:
@@ -37,11 +37,8 @@ def drifts(folder: Path) -> list[Drift]:
 
     found: list[Drift] = []
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = file.metadata() or {}
-        except (OSError, SafetensorError) as error:
-            raise PlaitError(f"{path}: not readable: {error}") from error
+        with told(OSError, SafetensorError, about=f"{path}: not readable"), safe_open(path, framework="pt") as file:
+            facts = file.metadata() or {}
         if any(name not in facts for name in _FACTS):
             raise PlaitError(f"{path}: not what an audit kept")
         found.append(Drift(**{name: facts[name] for name in _FACTS}, file=str(path)))

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait.errors import OrderError
+from plait.errors import OrderError, told
 from plait.offline.inventory import lora_names, more_models
 from plait_serving.diffusion.admission import ImageLimits, check_size
 from plait_serving.diffusion.errors import EngineStopped, RequestError
@@ -87,7 +87,7 @@ def parse_order(
     body = {
         **fields,
         "output_format": output_format.value,
-        "loras": [_lora(text) for text in loras],
+        "loras": [named(text, "--lora") for text in loras],
         "controlnets": [_controlnet(text, preprocess) for text in controlnets],
     }
     changed = _edit(edits or {})
@@ -120,10 +120,8 @@ def check_order(body: GenerationBody, images: ImagesSection) -> None:
     if body.size is not None:
         asked = images.limits
         limits = ImageLimits(max_edge_px=asked.max_edge_px, max_pixels=asked.max_pixels, sizes=asked.sizes)
-        try:
+        with told(RequestError, about="--size", to=OrderError):
             check_size(*body.size, limits)
-        except RequestError as error:
-            raise OrderError(f"--size: {error.message}") from error
 
 
 def _edit(edits: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,15 +151,10 @@ def option_of(param: str | None) -> str:
     return names.get(field, f"--{field.replace('_', '-')}" if field else "the request")
 
 
-def parse_lora(text: str) -> tuple[str, float | None]:
-    """Read `NAME[:SCALE]`; None: no scale was given. Raises `OrderError`."""
+def named(text: str, option: str, whole: str = "") -> dict[str, Any]:
+    """Read `NAME[:SCALE]`, the begin of `whole`; without a scale it has none. Raises `OrderError`."""
     name, colon, scale = text.partition(":")
-    return name, _number(scale, "--lora", text) if colon else None
-
-
-def _lora(text: str) -> dict[str, Any]:
-    name, scale = parse_lora(text)
-    return {"name": name, **({} if scale is None else {"scale": scale})}
+    return {"name": name, **({"scale": _number(scale, option, whole or text)} if colon else {})}
 
 
 def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:
@@ -169,10 +162,8 @@ def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:
     left, equals, path = text.partition("=")
     if not equals or not path:
         raise OrderError(f"--controlnet: {text!r} is not NAME=PICTURE")
-    name, colon, scale = left.partition(":")
-    raw = _file_bytes(Path(path), "--controlnet")
-    control = {"name": name, "image": base64.b64encode(raw).decode("ascii"), "preprocess": preprocess}
-    return {**control, **({"scale": _number(scale, "--controlnet", text)} if colon else {})}
+    image = base64.b64encode(_file_bytes(Path(path), "--controlnet")).decode("ascii")
+    return {**named(left, "--controlnet", text), "image": image, "preprocess": preprocess}
 
 
 def _number(text: str, option: str, whole: str) -> float:

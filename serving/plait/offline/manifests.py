@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.config import PlaitConfig, TuningSection
 from plait.deployments import INGRESS, Deployment, deployments
-from plait.errors import ConfigError, PlaitError
+from plait.errors import ConfigError, told
 from plait.gpu_shares import pods_with_gpus, with_gpus
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
@@ -26,7 +26,7 @@ def kuberay_manifests(config: PlaitConfig) -> str:
     # In a pod the server listens on all interfaces, whatever it does on this machine.
     config = config.model_copy(update={"server": config.server.behind("0.0.0.0")})  # noqa: S104
     config = with_gpus(config, pods_with_gpus(config))
-    try:
+    with told(DeployError, to=lambda said: ConfigError("the manifests", [said])):
         return render_kuberay(
             serve_application(config),
             deployments(config),
@@ -37,8 +37,6 @@ def kuberay_manifests(config: PlaitConfig) -> str:
             ray_version=version("ray"),
             environment={**RAY_ENVIRONMENT, **proxy_environment(config.server.answered_hosts)},
         )
-    except DeployError as error:
-        raise ConfigError("the manifests", [str(error)]) from error
 
 
 def serve_application(config: PlaitConfig) -> ServeApplication:
@@ -66,13 +64,11 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
     config = fitted(config, described(cluster)())
     ingress, *rows = deployments(config)
     policies = {row.name: autoscaling(row.scaling)["policy"] for row in rows if row.scaling is not None}
-    try:
+    with told(PlacementError, about=cluster):
         demands = [row.demand() for row in rows]
         classes = read_classes(cluster, demands)
         placed = placed_deployments(demands, classes)
         policy = policy_options(demands, classes, follows=policies)
-    except PlacementError as error:
-        raise PlaitError(f"{cluster}: {error}") from error
     at = {name_at(row.name, of): row for row in rows for of in classes}
     options = {name: {**placed[name], **_options(row)} for name, row in at.items()} | {ingress.name: _options(ingress)}
     plain = serve_application(config)

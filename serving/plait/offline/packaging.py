@@ -1,10 +1,14 @@
-"""`plait models package`: from a user's function that builds a model to a folder that plait serves."""
+"""Recommendation models: packaged from a user's function that builds one, and updated: with what differs in a retrained
+module, published to a running server, folded in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from torch import nn
 
@@ -18,8 +22,14 @@ from plait_disagg.graph.store import load_program
 from plait_disagg.package.items import Items
 from plait_disagg.package.manifest import CN, Manifest, PackageError
 from plait_disagg.package.write import PackageOptions, write_package
+from plait_disagg.refresh.errors import RefreshError
+from plait_disagg.refresh.fold import fold_updates
+from plait_disagg.refresh.make import make_update
+from plait_disagg.refresh.update import UpdateManifest, write_update
 
 _RETURNS = "must return (module, inputs) or (module, inputs, items)"
+_TIMEOUT_S = 900.0
+"""Longer than the server's own max wait for its workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +77,38 @@ def advised(folder: Path, options: PackageOptions) -> tuple[str, ...]:
     """Return what the author of a model that was just packaged should know about its cut."""
     cn = load_program((folder / CN).read_text(encoding="utf-8"))
     return advice(cn, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
+
+
+def update(module: nn.Module, package: Path, out: Path, *, version: str) -> UpdateManifest:
+    """Write the update from the newest version of a package to a retrained module. Raises `PlaitError`."""
+    with told(RefreshError, GraphError, PackageError, ValueError, file=out):
+        return write_update(out, make_update(package, module, version=version))
+
+
+def fold(package: Path, out: Path) -> Manifest:
+    """Write a package with its updates folded in. Raises `PlaitError`."""
+    with told(PackageError, file=out):
+        return fold_updates(package, out)
+
+
+def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None) -> str:
+    """Publish an update on a running server, whose machine must see the folder under the same path; return the version
+    that is then served. Raises `PlaitError` with the server's own message."""
+    import httpx2
+
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise PlaitError("--api-key (PLAIT_API_KEY) has a character that no header may have, as the end of a line")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    body = {"parameters": {"update": str(folder.absolute())}}
+    at = f"{url.rstrip('/')}/v2/repository/models/{quote(model, safe='')}/load"
+    wrong = (httpx2.InvalidURL, httpx2.UnsupportedProtocol)
+    with told(httpx2.HTTPError, about=url), told(*wrong, about=f"{url!r} is not http://HOST:PORT"):
+        answer = httpx2.post(at, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+    data: Any = None
+    with suppress(ValueError):  # what stands before the server may answer with a page
+        data = answer.json()
+    said = data if isinstance(data, dict) else {}
+    if answer.status_code == 200 and "version" in said:
+        return str(said["version"])
+    why = said.get("error")
+    raise PlaitError(why if isinstance(why, str) else f"{url} answered {answer.status_code}")

@@ -79,10 +79,8 @@ def _read(cluster: Path) -> tuple[ClusterState, tuple[str, ...]]:
     """Return the cluster that a file describes, and the names of its groups."""
     with told(strict_yaml.NotYaml):
         data = strict_yaml.parse(read(cluster), str(cluster))[1]
-    try:
+    with told(PlacementError, about=cluster):
         return parse_cluster(data), tuple(group["name"] for group in data["nodes"])
-    except PlacementError as error:
-        raise PlaitError(f"{cluster}: {error}") from error
 
 
 def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:

@@ -27,6 +27,9 @@ from plait_serving.imports import importing
 
 _log = logging.getLogger(__name__)
 
+APP = "plait"
+"""The name in Serve of the application that `plait serve` runs."""
+
 _STOP_TIMEOUT_S = 10.0
 """Ray's own shutdown may hang when a part of it is already dead; whatever is left after this time is killed by
 identity."""

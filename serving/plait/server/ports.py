@@ -8,6 +8,7 @@ import http.client
 import json
 import random
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,16 +29,13 @@ def free_port(host: str, *, among: range = _QUIET_PORTS) -> int:
     quiet = range(among.start, min(among.stop, _first_given()))
     for port in random.SystemRandom().sample(quiet, k=min(_TRIES, len(quiet))):
         try:
-            _listener(host, port).close()
+            _bound(host, port).close()
             return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 break  # the host is to blame, not the port
-    try:
-        with _listener(host, 0) as listener:
-            return int(listener.getsockname()[1])
-    except OSError as error:
-        raise _not_to_be_had(host, 0, "--port", error) from error
+    with _told(host, 0, "--port"), _bound(host, 0) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _first_given() -> int:
@@ -51,29 +49,23 @@ def _first_given() -> int:
 def check_port(host: str, port: int, *, option: str = "--port") -> None:
     """Check that the port is available. Raises `ServeError` with one sentence that names the option to change if it is
     not."""
+    with _told(host, port, option):
+        _bound(host, port).close()
+
+
+@contextlib.contextmanager
+def _told(host: str, port: int, option: str) -> Iterator[None]:
     try:
-        _listener(host, port).close()
+        yield
     except OSError as error:
-        raise _not_to_be_had(host, port, option, error) from error
-
-
-def _not_to_be_had(host: str, port: int, option: str, error: OSError) -> ServeError:
-    if error.errno == errno.EADDRINUSE:
-        return ServeError(f"port {port} on {host} is in use by another program; choose another with {option}")
-    return ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}")
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    listener = _bound(host, port)
-    try:
-        listener.listen(1)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is in use by another program; choose another with {option}"
+            raise ServeError(message) from error
+        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket that listens, unless the port is `shared`."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -82,6 +74,8 @@ def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
         # Where nobody listens yet, SO_REUSEADDR would share the port with all who have it.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        if not shared:
+            bound.listen(1)
     except BaseException:
         bound.close()
         raise
@@ -95,10 +89,8 @@ def hold_port(host: str, port: int, *, option: str = "server.direct_port") -> so
     is answered. Raises `ServeError`, also if connections of a program that did not share the port ended a moment
     ago.
     """
-    try:
+    with _told(host, port, option):
         return _bound(host, port, shared=True)
-    except OSError as error:
-        raise _not_to_be_had(host, port, option, error) from error
 
 
 def with_port(url: str, port: int) -> str:

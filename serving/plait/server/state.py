@@ -166,15 +166,10 @@ class PortState:
             raise
         self.record = record
 
-    def note_processes(self, processes: frozenset[ProcessId]) -> None:
-        """Record the processes of the run."""
+    def note(self, **changes: Any) -> None:
+        """Write the record with other fields, if the run has one."""
         if self.record is not None:
-            self.write(replace(self.record, processes=tuple(sorted(processes))))
-
-    def note_ray(self, gcs_address: str) -> None:
-        """Record the address of the run's Ray."""
-        if self.record is not None:
-            self.write(replace(self.record, gcs_address=gcs_address))
+            self.write(replace(self.record, **changes))
 
     def forget(self) -> None:
         """Delete the record: the run has ended and left nothing behind."""

@@ -24,7 +24,7 @@ from plait.deployments import ENGINE, Deployment, finishing
 from plait.errors import PlaitError, ServeError
 from plait.gpu_shares import placement_line, with_gpus
 from plait.server import processes
-from plait.server.cluster import Cluster
+from plait.server.cluster import APP, Cluster
 from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
 from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root, write_config
@@ -67,8 +67,6 @@ def serve(
     *,
     compose: Callable[[PlaitConfig], Sequence[Deployment]],
     num_cpus: int,
-    app_name: str,
-    environ: Mapping[str, str],
 ) -> int:
     """Run the server until a signal. Return the exit code: 0 after an orderly stop. Raises `PlaitError`.
 
@@ -76,10 +74,10 @@ def serve(
     """
     started_s = time.monotonic()
     port = free_port(config.server.host) if config.server.port == 0 else config.server.port
-    root = state_root(environ)
+    root = state_root(os.environ)
     state = PortState.claim(root, port)
-    held = ExitStack()
-    try:
+    with ExitStack() as held:
+        held.callback(state.release)
         clean_up(state)
         clean_up_others(root)
         check_port(config.server.host, port)
@@ -87,15 +85,12 @@ def serve(
             check_port(config.server.host, direct_port, option="server.direct_port")
             held.enter_context(hold_port(config.server.host, direct_port))
         console = Console.divert(state.log_path)
-        run = _Run(config, state, console, port=port, compose=compose, app_name=app_name)
+        run = _Run(config, state, console, port=port, compose=compose)
         try:
             code = run.go(num_cpus, started_s)
         except PlaitError:
             console.restore()
             raise
-    finally:
-        held.close()
-        state.release()
     if run.killed_ray:
         leave(code)
     return code
@@ -112,10 +107,9 @@ class _Run:
         *,
         port: int,
         compose: Callable[[PlaitConfig], Sequence[Deployment]],
-        app_name: str,
     ) -> None:
         self._config, self._state, self._console = config, state, console
-        self._port, self._compose, self._app_name = port, compose, app_name
+        self._port, self._compose = port, compose
         self._keep = Keeping(state.folder, console.progress)
         self._rows: Sequence[Deployment] = ()
         self._signals = _Signals()
@@ -192,12 +186,12 @@ class _Run:
             self._cluster = Cluster.start_local(
                 self._config, port=self._port, num_cpus=num_cpus, folder=folder, token_path=token
             )
-            self._state.note_ray(self._cluster.gcs_address)
+            self._state.note(gcs_address=self._cluster.gcs_address)
         else:
             self._cluster = Cluster.attach(self._config, port=self._port)
         self._signals.install()
         self._note_processes()
-        self._cluster.claim(self._app_name)
+        self._cluster.claim(APP)
         self._config = with_gpus(self._config, nodes := self._cluster.nodes())
         write_config(self._state.folder, dump_config(self._config))
         server = self._config.server.behind(self._cluster.host)
@@ -208,7 +202,7 @@ class _Run:
         self._rows = self._compose(self._config.model_copy(update={"server": server}))
         if nodes is not None and nodes.total_milli:
             self._console.progress(f"plait: {placement_line(self._rows, nodes)}")
-        self._cluster.deploy(self._rows, name=self._app_name, salt=self._run_id)
+        self._cluster.deploy(self._rows, name=APP, salt=self._run_id)
         self._signals.interrupts = False
         self._wait_until_healthy(self._cluster)
         self._serving = True
@@ -275,7 +269,7 @@ class _Run:
         if self._ray_folder is None:
             return frozenset()
         found = processes.members(self._run_id, os.getpid())
-        self._keep(lambda: self._state.note_processes(found))
+        self._keep(lambda: self._state.note(processes=tuple(sorted(found))))
         return found
 
 

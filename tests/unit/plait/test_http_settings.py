@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from plait.config import ApiKeySection, ServerSection
-from plait.http_settings import http_settings
+from plait.deployments import http_settings
 from plait_serving.http.edge.auth import Principal, Role
 
 KEY = ApiKeySection(sha256=hashlib.sha256(b"secret").hexdigest())

@@ -9,15 +9,16 @@ from plait_deploy.errors import PlacementError
 from plait_deploy.placement.policies.baselines import (
     BestFitPolicy,
     DotProductPolicy,
+    FgdPolicy,
     FirstFitPolicy,
     GpuClusteringPolicy,
     GpuPackingPolicy,
     RandomPolicy,
+    RayPackPolicy,
+    RaySpreadPolicy,
 )
-from plait_deploy.placement.policies.fgd import FgdPolicy
 from plait_deploy.placement.policies.plait import PlaitPolicy
 from plait_deploy.placement.policies.protocols import Policy
-from plait_deploy.placement.policies.ray import RayPackPolicy, RaySpreadPolicy
 from plait_deploy.placement.policies.scored import Ties
 from plait_deploy.placement.values import TaskClass
 

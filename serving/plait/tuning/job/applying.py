@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,8 @@ def apply_to_server(knobs: Mapping[str, Any], *, port: int, dry_run: bool) -> st
     apply_knobs(config, knobs)  # which refuses values
     lines = [f"{name}: {before[name]} -> {value}\n" for name, value in knobs.items() if before[name] != value]
     if lines and not dry_run:
-        live = LiveServer(compose_of(), root=root, port=port)
-        try:
+        with closing(LiveServer(compose_of(), root=root, port=port)) as live:
             live.keep(apply_knobs(live.original, knobs))
-        finally:
-            live.close()
     return "".join(lines)
 
 

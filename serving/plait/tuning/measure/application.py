@@ -14,7 +14,7 @@ from typing import cast
 from plait.config import PlaitConfig
 from plait.deployments import Deployment, Effect, deployments, effects
 from plait.doctor.machine import available_memory_bytes
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait.gpu_shares import with_gpus
 from plait.server.cluster import Cluster, no_room_for
 from plait.server.ports import health, with_port
@@ -94,10 +94,8 @@ class RunningApplication:
         Raises `RefusedStart` or `NotReady`; the application is then in an unknown state, and `config` is None.
         """
         before, self.config = self.config, None
-        try:
+        with told(PlaitError, to=RefusedStart):
             config = with_gpus(config, self.cluster.nodes())
-        except PlaitError as error:
-            raise RefusedStart(str(error)) from error
         after = self._rows(config)
         found = effects(() if before is None else self._rows(before), after)
         if found:

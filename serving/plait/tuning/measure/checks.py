@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import PlaitConfig, ServerSection, TuningSection, load_config
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait.precision import with_dtype
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
@@ -44,14 +44,12 @@ def prepare(spec: JobSpec, config: PlaitConfig) -> tuple[tuple[Scenario, ...], G
     check_metrics(spec, METRICS)
     sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
     _check_deployments(spec.target, sets.values())
-    try:
+    with told(PlaitError, to=JobRefused):
         check_names(config, sets.values())
         for name, knob in spec.knobs.items():
             values = [*_extremes(knob), *([spec.reference.config[name]] if name in spec.reference.config else [])]
-            check_values(config, {sets[name]: values})
+            check_values(config, sets[name], values)
         apply_knobs(config, spec.settings(spec.default))
-    except PlaitError as error:
-        raise JobRefused(str(error)) from error
     scenarios = scenarios_of(spec)
     for scenario in scenarios:
         _check_model(scenario, config)
@@ -74,10 +72,8 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
     Raises `JobRefused`.
     """
     overrides = [f"{path}={json.dumps(value)}" for path, value in target.settings.items()]
-    try:
+    with told(PlaitError, to=JobRefused):
         config = load_config(None if target.config is None else Path(target.config), overrides=overrides)
-    except PlaitError as error:
-        raise JobRefused(str(error)) from error
     if target.app == "images" and config.images is None:
         raise JobRefused("target.app: the configuration serves no images (images is null)")
     if target.app == "recommend" and not config.ranking_models:
@@ -99,14 +95,14 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
 
 def scenario_of(spec: JobSpec, source: Any) -> Scenario:
     """Return a scenario of the job at the offered rate. Raises `JobRefused` if it cannot give a valid result."""
-    try:
+    # How to keep the scenario's load, where the job did not ask for another.
+    advice = "; `offered: given` measures at the scenario's own rate" if spec.is_capacity_search else ""
+    with told(LoadtestError, to=lambda said: JobRefused(f"scenarios: {said}{advice}")):
         scenario = load_scenario(source, {})
         if spec.rate_per_s is not None:
             scenario = at_rate(scenario, spec.rate_per_s, scenario.duration_s)
         elif spec.is_capacity_search:
             at_rate(scenario, 1.0, scenario.duration_s)
-    except LoadtestError as error:
-        raise JobRefused(f"scenarios: {error}{_hint(spec)}") from error
     wanted = _API.get(spec.target.app, scenario.target.api)
     if scenario.target.api != wanted:
         raise JobRefused(
@@ -115,7 +111,7 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
     rate = getattr(scenario.arrivals, "rate_per_s", None)
     slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
     if spec.is_capacity_search and not any(slo for _, slo in slos):
-        raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs{_hint(spec)}")
+        raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs{advice}")
     needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
     if rate is not None and rate * scenario.duration_s < needed:
         raise JobRefused(
@@ -123,11 +119,6 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
             f"{scenario.duration_s:g} s; its SLO needs {needed} to be judged: duration_s: {math.ceil(needed / rate)}"
         )
     return scenario
-
-
-def _hint(spec: JobSpec) -> str:
-    """Say how to keep the scenario's load, where the job did not ask for another."""
-    return "; `offered: given` measures at the scenario's own rate" if spec.is_capacity_search else ""
 
 
 def guard_of(spec: JobSpec) -> GuardLimits | None:
@@ -168,10 +159,8 @@ def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
         if name not in config.ranking_models:
             there = ", ".join(config.ranking_models)
             raise JobRefused(f"{where} asks for the model {name!r}; the configuration has {there}")
-        try:
+        with told(PackageError, to=JobRefused):
             manifest = read_manifest(config.ranking_models[name].folder)
-        except PackageError as error:
-            raise JobRefused(str(error)) from error
         inputs = {each.name for each in item.inputs} or {item.dense_name, item.ids_name}
         for given, known, what in (
             (inputs, {each.name for each in manifest.inputs}, "input"),

@@ -135,7 +135,8 @@ class Clone:
         for path in folder.glob("*.json"):
             with contextlib.suppress(OSError, ValidationError):
                 note = _CloneNote.model_validate_json(path.read_bytes())
-                if note.is_left and note.address == cluster.gcs_address:
+                has_ended = processes.has_ended(processes.ProcessId(note.pid, note.start_ticks), note.boot_id)
+                if has_ended and note.address == cluster.gcs_address:
                     cluster.delete(note.app)
                     path.unlink()
         self._note = folder / f"{self._run_id}.json"
@@ -147,7 +148,7 @@ class Clone:
         if self._state is None:
             return frozenset()
         found = processes.members(self._run_id, os.getpid())
-        self._state.note_processes(found)
+        self._state.note(processes=tuple(sorted(found)))
         return found
 
 
@@ -159,8 +160,3 @@ class _CloneNote(BaseModel):
     pid: int
     start_ticks: int
     boot_id: str
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the process that wrote the note has ended."""
-        return processes.has_ended(processes.ProcessId(self.pid, self.start_ticks), self.boot_id)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.tuning.measure.load import LoadResult
@@ -30,11 +29,12 @@ def of_start(reason: str, *, oom_kills: int = 0) -> TrialOutcome:
     return TrialOutcome.failed(kind, reason)
 
 
-def of_load(loaded: LoadResult, evidence: Evidence, *, guard: bool = False) -> TrialOutcome | None:
-    """Return why a completed load is not a valid measurement, or None if it is. `guard`: a guard ended it."""
+def of_load(loaded: LoadResult, evidence: Evidence) -> TrialOutcome | None:
+    """Return why a completed load is not a valid measurement, or None if it is."""
+    errors = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items())
     if evidence.died:
-        return _of_deaths(evidence, loaded.errors)
-    if guard:
+        return _of_deaths(evidence, errors or "no request failed")
+    if loaded.guarded:
         kind = FailureKind.CRASH if "requests failed" in loaded.ended_early else FailureKind.TIME_OUT
         return TrialOutcome.failed(kind, loaded.ended_early)
     if loaded.timed_out:
@@ -42,20 +42,14 @@ def of_load(loaded: LoadResult, evidence: Evidence, *, guard: bool = False) -> T
     if loaded.invalid:
         return TrialOutcome.failed(FailureKind.INVALID, loaded.invalid)
     if not loaded.metrics:
-        return _of_silence(loaded)
+        kind = FailureKind.CRASH if any(name in loaded.errors for name in _LOST) else FailureKind.TIME_OUT
+        return TrialOutcome.failed(kind, f"not one request was answered ({errors or 'nothing was sent'})")
     return None
 
 
-def _of_deaths(evidence: Evidence, errors: Mapping[str, int]) -> TrialOutcome:
+def _of_deaths(evidence: Evidence, errors: str) -> TrialOutcome:
     who = ", ".join(sorted(set(evidence.died)))
-    summary = ", ".join(f"{count} {kind}" for kind, count in errors.items()) or "no request failed"
     kind, fate = FailureKind.CRASH, "died"
     if evidence.oom_kills or mentions_out_of_memory(evidence.log):
         kind, fate = FailureKind.OUT_OF_MEMORY, "was killed for memory"
-    return TrialOutcome.failed(kind, f"a replica of {who} {fate} under load ({summary})")
-
-
-def _of_silence(loaded: LoadResult) -> TrialOutcome:
-    summary = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items()) or "nothing was sent"
-    kind = FailureKind.CRASH if any(name in loaded.errors for name in _LOST) else FailureKind.TIME_OUT
-    return TrialOutcome.failed(kind, f"not one request was answered ({summary})")
+    return TrialOutcome.failed(kind, f"a replica of {who} {fate} under load ({errors})")

@@ -6,7 +6,6 @@ and `num_gpus`; a recommendation model also has `MODEL.mode`, split or whole.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from plait.errors import ConfigError, PlaitError
 from plait.tuning.yaml_edit import KeyPath, set_at
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankModelSection
+from plait_serving.spelling import hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +65,13 @@ def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
         raise PlaitError("knobs: " + "; ".join(problems))
 
 
-def check_values(config: PlaitConfig, values: Mapping[str, Iterable[Any]]) -> None:
-    """Check each value that the job lists for a knob. Raises `PlaitError` if a knob does not allow one of them."""
-    for name, wanted in values.items():
-        for value in wanted:
-            try:
-                apply_knobs(config, {name: value})
-            except ConfigError as error:
-                raise PlaitError(f"knobs: {name} cannot be {value!r}: {'; '.join(error.problems)}") from error
+def check_values(config: PlaitConfig, name: str, values: Iterable[Any]) -> None:
+    """Check each value that the job lists for a knob. Raises `PlaitError` if the knob does not allow one of them."""
+    for value in values:
+        try:
+            apply_knobs(config, {name: value})
+        except ConfigError as error:
+            raise PlaitError(f"knobs: {name} cannot be {value!r}: {'; '.join(error.problems)}") from error
 
 
 def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:
@@ -164,5 +163,4 @@ def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:
 
 
 def _or(name: str, there: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, there := list(there), n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(there)}"
+    return hint(name, there) or f"; there is {', '.join(there)}"

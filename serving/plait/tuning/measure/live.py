@@ -17,14 +17,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from plait.config import PlaitConfig, dump_config, parse_config
 from plait.deployments import Effect
-from plait.errors import PlaitError, StateError
+from plait.errors import PlaitError, StateError, told
 from plait.server import processes
-from plait.server.cluster import Cluster
+from plait.server.cluster import APP, Cluster
 from plait.server.environment import prepare_environment
 from plait.server.state import RunRecord, read_record, write_config
 from plait.tuning.measure.application import Compose, RunningApplication
 
-_APP = "plait"
 _ROLL_BACK_S = 120.0
 
 
@@ -128,7 +127,7 @@ class LiveServer:
         there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
         cluster = Cluster.attach(there, port=port)
         marked = run_id if self._record.ray_folder is not None else None  # only our own Ray's processes are
-        return RunningApplication(cluster, compose, app=_APP, salt=run_id, run_id=marked, config=config)
+        return RunningApplication(cluster, compose, app=APP, salt=run_id, run_id=marked, config=config)
 
     def _roll_back_to(self, note: RollbackNote) -> None:
         if note.run_id == self._record.run_id:
@@ -143,10 +142,8 @@ def running_config(root: Path, port: int) -> PlaitConfig:
     none."""
     _record(root, port)
     path = root / f"port-{port}" / "config.yaml"
-    try:
+    with told(OSError, yaml.YAMLError, about=f"{path} cannot be read", to=StateError):
         data = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise StateError(f"{path} cannot be read: {error}") from error
     return parse_config(data, source="the running configuration", folder=Path.cwd())
 
 

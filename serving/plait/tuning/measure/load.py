@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from plait.tuning.measure.early_stop import EarlyStop, needs_of
+from plait.tuning.measure.early_stop import EarlyStop, Guard, needs_of
 from plait.tuning.measure.usage import ResourceUsage, UsageSampler
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity
@@ -53,13 +53,14 @@ class Watch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
     """The result of a load: metrics; empty if no request finished. `invalid`: why the numbers reflect the load
-    generator instead. `ended_early`: why it was. `errors` by kind. `sessions`: all that ran; `used`: while those ran
-    that count, for `counted_s`."""
+    generator instead. `ended_early`: why it was; `guarded`: by a guard. `errors` by kind. `sessions`: all that ran;
+    `used`: while those ran that count, for `counted_s`."""
 
     metrics: Mapping[str, float]
     invalid: str = ""
     ended_early: str = ""
     timed_out: bool = False
+    guarded: bool = False
     errors: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     sessions: tuple[FinishedRun, ...] = field(default=(), repr=False)
@@ -76,12 +77,13 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
 
     needs = needs_of(scenario)
     stops: list[StopWhen] = [limit, *watch.stop, *(() if needs is None else (EarlyStop(needs),))]
-    ended_by: list[StopWhen] = []
+    ended_by: StopWhen | None = None
 
     def stop(progress: RunProgress) -> str | None:
+        nonlocal ended_by
         for each in stops:
             if why := each(progress):
-                ended_by.append(each)
+                ended_by = each
                 return why
         return None
 
@@ -91,7 +93,7 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
     summary, early = session.summary, session.result.abandoned
     invalid = [reason.text for reason in summary.reasons if reason.code in _OWN_FAULT]
     notes = [f"ended early: {early}"] if early else []
-    if isinstance(next(iter(ended_by), None), EarlyStop):  # a guard's user, or the next trial, does not wait
+    if isinstance(ended_by, EarlyStop):  # a guard's user, or the next trial, does not wait
         left_s = watch.limit_s - session.result.wall_s
         if not settles(scenario, limit_s=min(left_s, scenario.duration_s)):
             notes.append(_STILL_BUSY)
@@ -99,7 +101,8 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
         metrics=metrics_of((session,)),
         invalid="; ".join(invalid),
         ended_early=early,
-        timed_out=limit in ended_by,
+        timed_out=ended_by is limit,
+        guarded=isinstance(ended_by, Guard),
         errors=summary.total.errors,
         notes=tuple(notes),
         sessions=(session,),
@@ -190,7 +193,8 @@ def run_search(
     said = [f"{each.rate_per_s:.3g}/s {_seen(each)} ({each.duration_s:.3g} s)" for each in looks]
     busy = (_STILL_BUSY,) if any(_STILL_BUSY in load.notes for load in loads) else ()
     sessions = tuple(session for load in loads for session in load.sessions)
-    return replace(chosen, notes=(f"rates: {', '.join(said)}", *busy), sessions=sessions)
+    guarded = any(load.guarded for load in loads)
+    return replace(chosen, notes=(f"rates: {', '.join(said)}", *busy), sessions=sessions, guarded=guarded)
 
 
 def _shows_a_miss(session: FinishedRun) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait.config import PlaitConfig
 from plait.deployments import Effect, logical_cpus
-from plait.errors import StateError
+from plait.errors import StateError, told
 from plait.tuning.measure.application import Applied, Compose, RunningApplication
 from plait.tuning.measure.checks import max_replicas_config, prepare, target_config
 from plait.tuning.measure.clone import Clone
@@ -38,7 +38,8 @@ class PlaitSubject:
         self._application: Clone | LiveServer
         self.log_path = folder / "clone.log"
         if target.live:
-            self._application = _attached(compose, root, config)
+            with told(LiveBusy, to=JobBusy), told(StateError, about="target.live", to=JobRefused):
+                self._application = LiveServer(compose, root=root, port=config.server.port)
             config = self._application.original
             self.scenarios, self.guard = prepare(spec, config)
         else:
@@ -89,15 +90,6 @@ class PlaitSubject:
 
     def _with(self, config: Config) -> PlaitConfig:
         return apply_knobs(self._base, self.spec.settings(config))
-
-
-def _attached(compose: Compose, root: Path, config: PlaitConfig) -> LiveServer:
-    try:
-        return LiveServer(compose, root=root, port=config.server.port)
-    except LiveBusy as error:
-        raise JobBusy(str(error)) from error
-    except StateError as error:
-        raise JobRefused(f"target.live: {error}") from error
 
 
 def _named(config: PlaitConfig, app: str) -> tuple[str, dict[str, float]]:

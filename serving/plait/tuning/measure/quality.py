@@ -21,7 +21,7 @@ import httpx2
 import numpy as np
 import numpy.typing as npt
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import PreparedRequest
@@ -82,12 +82,10 @@ def _ask(scenario: Scenario, path: str, request: PreparedRequest | None = None) 
     target, more = scenario.target, {} if request is None else dict(request.headers)
     method, body = ("GET", None) if request is None else (request.method, request.body)
     headers = {**target.headers, **more}
-    try:
+    with told(httpx2.HTTPError, about="a probe was not answered", to=NoAnswer):
         answer = httpx2.request(
             method, f"{target.url}{path}", content=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False
         )
-    except httpx2.HTTPError as error:
-        raise NoAnswer(f"a probe was not answered: {error}") from error
     if not answer.is_success:
         raise NoAnswer(f"a probe was answered with {answer.status_code}: {answer.text[:300]}")
     return answer

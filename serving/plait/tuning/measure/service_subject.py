@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from plait.errors import PlaitError, StateError
+from plait.errors import PlaitError, StateError, told
 from plait.server import processes
 from plait.server.leftovers import clean_up_others
 from plait.server.ports import free_port
@@ -45,12 +45,15 @@ class ServiceSubject:
     """
 
     guard = None
+    may_end = frozenset({_CHILD})
+    """Whatever the command starts itself."""
     features: Mapping[str, float] = {}
 
     def __init__(self, spec: JobSpec, target: ServiceTarget, *, root: Path, folder: Path) -> None:
         """Raises `JobRefused` before anything is started, `JobBusy` if another plait is on the port."""
         self.spec, self._target = spec, target
         self._program = target.command or target.apply
+        self.prefix = urlsplit(target.address).path.rstrip("/")
         self.name, self.log_path = spec.name, folder / "service.log"
         self._written = folder / f"configuration-{os.getpid()}{Path(target.file or '').suffix}"  # one for each worker
         self._changed = folder / "changed"  # as long as the hook has set anything but the reference
@@ -88,20 +91,10 @@ class ServiceSubject:
         return "{0.scheme}://{0.netloc}".format(urlsplit(self._filled(self._target.address)))
 
     @property
-    def prefix(self) -> str:
-        """The path of the address."""
-        return urlsplit(self._target.address).path.rstrip("/")
-
-    @property
     def reserved(self) -> ReservedResources:
         """What `reserves` says of the running configuration."""
         assert self._config is not None, "nothing runs"
         return self._reserved_by(self._config)
-
-    @property
-    def may_end(self) -> frozenset[str]:
-        """Whatever the command starts itself."""
-        return frozenset({_CHILD})
 
     def pids(self) -> dict[int, str]:
         """Return the processes of the command; none of a service that a hook changes."""
@@ -169,17 +162,13 @@ class ServiceSubject:
             field = "command" if self._target.command else "apply"
             raise JobRefused(f"target.{field}: there is no program {program!r}")
         first = {name: knob.value_at(0) for name, knob in self.spec.space.by_name.items()}
-        try:
+        with told(PlaitError, about="target", to=JobRefused):
             self._handed_over({**first, **self.spec.default})  # those that are inactive in the reference, too
-        except PlaitError as error:
-            raise JobRefused(f"target: {error}") from error
 
     def _claimed(self, root: Path) -> PortState:
         port = self._port or urlsplit(self._filled(self._target.address)).port or 80
-        try:
+        with told(StateError, about="target.ready", to=JobBusy):
             state = PortState.claim(root, port)
-        except StateError as error:
-            raise JobBusy(f"target.ready: {error}") from error
         # Without a Ray, but with processes of ours to end.
         state.write(RunRecord(run_id=self._run_id, url=self.url, ray_folder=""))
         return state
@@ -207,15 +196,12 @@ class ServiceSubject:
         if self._target.command:
             variables[processes.RUN_ID_VARIABLE] = self._run_id
         env, own_session = {**os.environ, **variables}, bool(self._target.apply)
-        try:
-            with self.log_path.open("ab") as log:
-                self._logged_bytes = log.tell()
-                return subprocess.Popen(
-                    command, cwd=self._target.folder, env=env, start_new_session=own_session,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                )  # fmt: skip
-        except OSError as error:
-            raise RefusedStart(f"{command[0]}: {error}") from error
+        with told(OSError, about=command[0], to=RefusedStart), self.log_path.open("ab") as log:
+            self._logged_bytes = log.tell()
+            return subprocess.Popen(
+                command, cwd=self._target.folder, env=env, start_new_session=own_session,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
 
     def _run_hook(self, config: Config, *, limit_s: float) -> None:
         if config != self.spec.default:

@@ -26,7 +26,7 @@ from plait_loadtest.mix.images import DEFAULT_PATH
 from plait_loadtest.report.outputs import Outputs
 from plait_loadtest.scenario import ImageClass, MixClass, RawClass, Scenario
 from plait_loadtest.session import FinishedRun, at_rate
-from plait_loadtest.values import OnProgress, RunProgress, StopWhen
+from plait_loadtest.values import OnProgress, RunProgress
 
 _GIB = 1 << 30
 _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment", SLO_MET})
@@ -53,7 +53,7 @@ def run_loads(
     evidence = Evidence(
         died=_died(subject.running, before), oom_kills=count_oom_kills() - kills, log=_read_from(log_path, said_bytes)
     )
-    failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=bool(loading.breached)))), None)
+    failed = next((bad for load in loads if (bad := of_load(load, evidence))), None)
     sessions = [session for load in loads for session in load.sessions]
     return Measured(
         outcome=failed or TrialOutcome(metrics={**known, **loading.metrics(loads)}),
@@ -66,7 +66,7 @@ def run_loads(
 
 class _TrialLoads:
     """The loads of one trial: scenarios without an address, each at its rate, at the task's, or in search of the
-    highest one. `breached`: why a guard broke in; `notes`: what was decided on the way."""
+    highest one. `notes`: what was decided on the way."""
 
     def __init__(
         self, subject: Subject, task: MeasurementTask, *, limit_s: float, say: Say, pids: tuple[int, ...]
@@ -76,7 +76,6 @@ class _TrialLoads:
         self._goal = goals[0] if len(goals) == 1 else None
         self._reserved = subject.running.reserved
         self._until_s = time.monotonic() + limit_s
-        self.breached: list[str] = []
         self.notes: list[str] = []
 
     def searched(self) -> list[LoadResult]:
@@ -94,7 +93,7 @@ class _TrialLoads:
             return self._each(run_given)
         looks = self._each(lambda scenario, watch: run_given(_part(scenario, first=True), watch))
         seen = self.metrics(looks).get(goal.metric)
-        if self.breached or seen is None or any(look.ended_early for look in looks):
+        if seen is None or any(look.ended_early for look in looks):
             return looks
         if surely_loses(goal, seen, to_beat):
             self.notes.append(f"short: {goal.metric} {seen:.4g} will not beat the best's {to_beat:.4g}")
@@ -140,12 +139,12 @@ class _TrialLoads:
             there = with_address(scenario, running.url, running.prefix)
             watch = Watch(
                 show=_ticker(there, self._say),
-                stop=() if guard is None else (_noted(Guard(guard), self.breached),),
+                stop=() if guard is None else (Guard(guard),),
                 limit_s=self._until_s - time.monotonic(),
                 pids=self._pids,
             )
             loads.append(run(there.model_copy(update={"seed": self._task.seed}), watch))
-            if self.breached:
+            if loads[-1].guarded:
                 break
         return loads
 
@@ -215,16 +214,6 @@ def _written(sessions: Sequence[FinishedRun], folder: Path) -> tuple[str, ...]:
         names.append(f"load-{len(names)}.json")
         Outputs(json=str(folder / names[-1])).write_files(session)
     return tuple(names)
-
-
-def _noted(guard: StopWhen, breached: list[str]) -> StopWhen:
-    def watched(progress: RunProgress) -> str | None:
-        why = guard(progress)
-        if why is not None:
-            breached.append(why)
-        return why
-
-    return watched
 
 
 def _ticker(scenario: Scenario, say: Say) -> OnProgress:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.demo import tuning as demo_tuning
+from plait.demo.run import tune_ranking
 from plait.errors import PlaitError
 from plait.errors import told as raised_as_told
+from plait.tuning.job import local_run
 from plait_autoconfig.errors import JobBroken, NothingValid, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import state_of
@@ -26,8 +27,8 @@ def test_cli_demo_tunes_three_trials_anew(tmp_path: Path, monkeypatch: pytest.Mo
         ran.append(parse_job(job.read_text(), folder=job.parent))
         return state_of(ran[0], []), folder
 
-    monkeypatch.setattr(demo_tuning, "run", run)
-    told = demo_tuning.tune_ranking(tmp_path)
+    monkeypatch.setattr(local_run, "run", run)
+    told = tune_ranking(tmp_path)
     assert ran[0].budget.trials == 3
     assert str(tmp_path / "report.html") in told
 
@@ -35,9 +36,10 @@ def test_cli_demo_tunes_three_trials_anew(tmp_path: Path, monkeypatch: pytest.Mo
 def test_cli_demo_keeps_its_hands_off_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that holds no job is not removed."""
     (tmp_path / "mine.txt").write_text("x")
-    spec = parse_job(demo_tuning.JOB.read_text(), folder=demo_tuning.JOB.parent)
-    monkeypatch.setattr(demo_tuning, "run", lambda job, folder: (state_of(spec, []), folder))
-    demo_tuning.tune_ranking(tmp_path)
+    job = local_run.EXAMPLES / "demo.yaml"
+    spec = parse_job(job.read_text(), folder=job.parent)
+    monkeypatch.setattr(local_run, "run", lambda job, folder: (state_of(spec, []), folder))
+    tune_ranking(tmp_path)
     assert (tmp_path / "mine.txt").exists()
 
 
@@ -51,10 +53,10 @@ def test_cli_demo_goes_on_where_the_host_is_too_busy_to_measure(
             with raised_as_told(TunerError):
                 raise error
 
-        monkeypatch.setattr(demo_tuning, "run", run)
+        monkeypatch.setattr(local_run, "run", run)
 
     fails(NothingValid("requests left late"))
-    assert "NOTHING TUNED: requests left late" in demo_tuning.tune_ranking(tmp_path)
+    assert "NOTHING TUNED: requests left late" in tune_ranking(tmp_path)
     fails(JobBroken("the child died"))
     with pytest.raises(PlaitError, match="the child died"):
-        demo_tuning.tune_ranking(tmp_path)
+        tune_ranking(tmp_path)

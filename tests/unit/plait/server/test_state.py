@@ -119,10 +119,10 @@ def test_a_full_disk_leaves_the_record_as_it_was(state):
     state.write(record())
     (state.folder / "run.json.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
-        state.note_processes(frozenset({ProcessId(3, 4)}))
+        state.note(processes=(ProcessId(3, 4),))
     assert [path.name for path in state.folder.iterdir() if path.name.startswith("run.json")] == ["run.json"]
     assert state.record == record()
-    state.note_processes(frozenset({ProcessId(3, 4)}))
+    state.note(processes=(ProcessId(3, 4),))
     assert read_record(state.folder) == record(processes=(ProcessId(3, 4),))
 
 
@@ -131,13 +131,13 @@ def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(state
     said = []
     state.write(record())
     keeping = Keeping(state.folder, said.append)
-    found = frozenset({ProcessId(3, 4)})
+    found = (ProcessId(3, 4),)
     for _ in range(2):
         (state.folder / "run.json.new").symlink_to("/dev/full")
-        keeping(lambda: state.note_processes(found))
+        keeping(lambda: state.note(processes=found))
     assert said == [f"plait: WARNING: {state.folder} cannot be written: No space left on device"]
     assert state.record.processes == ()
-    keeping(lambda: state.note_processes(found))
+    keeping(lambda: state.note(processes=found))
     assert state.record.processes == (ProcessId(3, 4),)
 
 
@@ -196,7 +196,7 @@ watcher = end_with_us(state.folder / "run.json")
 sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
 named = subprocess.Popen(sleep, start_new_session=True, env={**os.environ, processes.RUN_ID_VARIABLE: "killed"})
 agent = subprocess.Popen(sleep, start_new_session=True)  # its title has overwritten its variables, as those of Ray's do
-state.note_processes(frozenset(map(processes.identify, (agent.pid, watcher.pid))))
+state.note(processes=tuple(map(processes.identify, (agent.pid, watcher.pid))))
 print(watcher.pid, named.pid, agent.pid, flush=True)
 time.sleep(1000)
 """

@@ -7,11 +7,10 @@ import pytest
 
 from plait_bench.placement.simulator import fill, inflated, shuffled
 from plait_deploy.errors import TaskError
-from plait_deploy.placement.expected_use import ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables, integer_scores
 from plait_deploy.placement.policies import make_policy
-from plait_deploy.placement.policies.fgd import FgdPolicy, commonest
-from plait_deploy.placement.policies.plait import TURNS_OVER
+from plait_deploy.placement.policies.baselines import FgdPolicy, commonest
+from plait_deploy.placement.policies.plait import TURNS_OVER, ExpectedUse
 from plait_deploy.placement.policies.scored import REMEMBERED, Ties, leftover
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of

@@ -6,7 +6,7 @@ import pytest
 
 from fakes.images import FakeImageService
 from plait.app import AppArgs
-from plait.http_settings import starter_words
+from plait.deployments import starter_words
 from plait_kernels.cores import instruction_set
 from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings

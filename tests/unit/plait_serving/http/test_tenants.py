@@ -9,7 +9,7 @@ import pytest
 
 from fakes.images import FakeImageService
 from plait.config import PlaitConfig
-from plait.http_settings import http_settings
+from plait.deployments import http_settings
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import refusals

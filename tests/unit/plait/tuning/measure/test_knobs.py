@@ -42,8 +42,8 @@ def test_every_deployment_has_its_knobs_and_replicas(config: PlaitConfig) -> Non
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("engine.largest_bach", "did you mean 'largest_batch'"),
-        ("engin.threads", "did you mean 'engine'"),
+        ("engine.largest_bach", "did you mean largest_batch?"),
+        ("engin.threads", "did you mean engine?"),
         ("threads", "a service of another kind is tuned with target.command"),
         ("vllm.threads", "there is no deployment 'vllm'"),
         ("whole-shop.threads", "does not run in this configuration"),

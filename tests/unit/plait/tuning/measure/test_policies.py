@@ -127,18 +127,18 @@ def test_failures_under_load_are_told_apart() -> None:
     """Death by memory, death, a guard, time, the generator's own fault, silence; a measurement is none of these."""
     good = {"goodput_per_s": 1.0}
     cases = [
-        (LoadResult(metrics=good), Evidence(died=("engine",), oom_kills=1), False, FailureKind.OUT_OF_MEMORY),
-        (LoadResult(metrics=good), Evidence(died=("engine",), log="MemoryError"), False, FailureKind.OUT_OF_MEMORY),
-        (LoadResult(metrics=good), Evidence(died=("engine",), log="some room"), False, FailureKind.CRASH),
-        (LoadResult(metrics=good, ended_early="guard: p95"), Evidence(), True, FailureKind.TIME_OUT),
-        (LoadResult(metrics=good, ended_early="guard: 5 requests failed"), Evidence(), True, FailureKind.CRASH),
-        (LoadResult(metrics=good, timed_out=True), Evidence(), False, FailureKind.TIME_OUT),
-        (LoadResult(metrics=good, invalid="requests left late"), Evidence(), False, FailureKind.INVALID),
-        (LoadResult(metrics={}, errors={"connect": 3}), Evidence(), False, FailureKind.CRASH),
-        (LoadResult(metrics={}, errors={"interrupted": 3}), Evidence(), False, FailureKind.TIME_OUT),
+        (LoadResult(metrics=good), Evidence(died=("engine",), oom_kills=1), FailureKind.OUT_OF_MEMORY),
+        (LoadResult(metrics=good), Evidence(died=("engine",), log="MemoryError"), FailureKind.OUT_OF_MEMORY),
+        (LoadResult(metrics=good), Evidence(died=("engine",), log="some room"), FailureKind.CRASH),
+        (LoadResult(metrics=good, ended_early="guard: p95", guarded=True), Evidence(), FailureKind.TIME_OUT),
+        (LoadResult(metrics=good, ended_early="guard: 5 requests failed", guarded=True), Evidence(), FailureKind.CRASH),
+        (LoadResult(metrics=good, timed_out=True), Evidence(), FailureKind.TIME_OUT),
+        (LoadResult(metrics=good, invalid="requests left late"), Evidence(), FailureKind.INVALID),
+        (LoadResult(metrics={}, errors={"connect": 3}), Evidence(), FailureKind.CRASH),
+        (LoadResult(metrics={}, errors={"interrupted": 3}), Evidence(), FailureKind.TIME_OUT),
     ]
-    for loaded, evidence, guard, kind in cases:
-        outcome = of_load(loaded, evidence, guard=guard)
+    for loaded, evidence, kind in cases:
+        outcome = of_load(loaded, evidence)
         assert outcome.failure is kind
     assert of_load(LoadResult(metrics=good), Evidence(oom_kills=1)) is None
 

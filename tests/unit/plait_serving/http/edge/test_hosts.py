@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
 from plait.config import ServerSection
-from plait.http_settings import http_settings
+from plait.deployments import http_settings
 from plait_serving.deployments.proxy import OwnRoutesMiddleware
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
