@@ -80,7 +80,7 @@ class OriginMiddleware(CORSMiddleware):
         if answer.status_code < 400:
             return answer
         message = "this server lets no pages of that origin ask so: see server.allowed_origins"
-        return ApiError(403, message, code="origin_not_allowed", kind="permission_error").response("")
+        return ApiError(403, message, code="origin_not_allowed").response("")
 
 
 def _as_browsers_send(origin: str) -> str:
@@ -149,11 +149,11 @@ class HostMiddleware:
             names = {host_name(header) for header in headers.getlist("host")}
             if self._hosts and (not names or names - self._hosts):  # of two, a proxy before us may have read the other
                 message = "this server does not answer to that host name: it is not among server.allowed_hosts"
-                raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
+                raise ApiError(403, message, code="host_not_allowed")
             any_page = self._keys and not self._hosts and not scope["path"].startswith(A1111)
             if scope["method"] not in _READING and not any_page and self._is_of_another_page(scope, headers):
                 message = "this server takes no requests from pages of other origins: see server.allowed_origins"
-                raise ApiError(403, message, code="origin_not_allowed", kind="permission_error")
+                raise ApiError(403, message, code="origin_not_allowed")
         await self._app(scope, receive, send)
 
     def _is_of_another_page(self, scope: Scope, headers: Headers) -> bool:

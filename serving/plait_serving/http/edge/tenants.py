@@ -66,8 +66,6 @@ class RateMiddleware:
             wait_s = bucket.take(self._monotonic_s())
             if wait_s > 0.0:
                 assert who is not None
-                raise ApiError(
-                    429, f"tenant {who.tenant!r} sends too many requests per second", code="rate_limited",
-                    kind="rate_limit_error", headers={"retry-after": str(math.ceil(wait_s))},
-                )  # fmt: skip
+                message = f"tenant {who.tenant!r} sends too many requests per second"
+                raise ApiError(429, message, code="rate_limited", headers={"retry-after": str(math.ceil(wait_s))})
         await self._app(scope, receive, send)
