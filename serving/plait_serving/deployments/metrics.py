@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,13 +20,25 @@ _KEPT_S = 60.0
 """For how long the gauges of a replica that is too busy to answer are shown as they were last."""
 
 
+def ask(handle: Any, method: str, *arguments: Any, timeout_s: float | None) -> list[Any]:
+    """Return what the method returns, or raises, at each replica. Raises whatever Serve does. Blocks."""
+    return list(handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True))
+
+
 def ask_all(handle: Any, method: str, *arguments: Any, timeout_s: float | None) -> list[Any]:
-    """Return what the method returns, or raises, at each replica; nothing if there is none. Blocks."""
+    """Do the same; nothing if there is no replica."""
     try:
-        return list(handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True))
+        return ask(handle, method, *arguments, timeout_s=timeout_s)
     except Exception as error:  # Ray's and Serve's errors have no common base
         _log.debug("no replica answers %s: %s", method, error)
         return []
+
+
+def ask_each(handles: Mapping[str, Any], method: str, *arguments: Any, timeout_s: float | None) -> dict[str, list[Any]]:
+    """Ask all deployments at once; return their answers by name. Blocks."""
+    with ThreadPoolExecutor(max(1, len(handles))) as threads:
+        found = threads.map(lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), handles.values())
+        return dict(zip(handles, found, strict=True))
 
 
 class AllReplicas:
