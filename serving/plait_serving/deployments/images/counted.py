@@ -29,7 +29,7 @@ def counted(engine: Engine, host: HostCores) -> ReplicaMetrics:
     me, usage = this_process(), engine.usage()
     return ReplicaMetrics(
         replica=me,
-        families=[*_engine_families(engine), *gpu_families(), *host_families(host)],
+        families=[*_engine_families(engine), *gpu_families(), *_host_families(host)],
         account={(me, tenant, name): it for tenant, used in usage.items() for name, it in _used(used).items()},
     )
 
@@ -113,12 +113,11 @@ def audit_families(audits: Mapping[str, AuditStatistics]) -> list[Metric]:
     return [family("plait_audit_largest_share_of_tolerance", said, shares, "model"), *counted]
 
 
-def host_families(host: HostCores) -> list[Metric]:
+def _host_families(host: HostCores) -> list[Metric]:
     """Return what the replicas of the engine's host may use."""
-    shared = int(host.is_shared)
     return [
         family("plait_host_cores", "Cores of the host", host.cores),
         family("plait_host_threads_planned", "Threads that its replicas may use together", host.planned_threads),
-        family("plait_host_shared", "1: these are more than it has cores", shared),
+        family("plait_host_shared", "1: these are more than it has cores", int(host.is_shared)),
         family("plait_host_instruction_set", "Widest vector instructions", {(instruction_set(),): 1}, "name"),
     ]
