@@ -68,11 +68,8 @@ class ReplicaMetrics:
     def __reduce__(self) -> tuple[Callable[[bytes], ReplicaMetrics], tuple[bytes]]:
         """Be a small answer. Ray keeps one of 100 KB and more in shared memory, and when such a one comes that nobody
         waits for any more, its core aborts the whole process (`CoreWorker::GetOwnerAddressOrDie`, Ray 2.60)."""
-        families = [
-            [it.name, it.documentation, it.type, [[each.name, each.labels, each.value] for each in it.samples]]
-            for it in self.families
-        ]
-        encoded = json.dumps([self.replica, families, [[*key, value] for key, value in self.account.items()]])
+        said = [self.replica, self.families, [[*key, value] for key, value in self.account.items()]]
+        encoded = json.dumps(said, default=lambda it: [it.name, it.documentation, it.type, it.samples])
         return _unpacked, (zlib.compress(encoded.encode(), 1),)
 
 

@@ -78,21 +78,19 @@ class BodyLimitMiddleware:
         if counts_values and encoding.strip().lower() != "identity":
             raise ApiError(415, f"send the body as it is, not in {encoding[:20]!r}", code="unsupported_encoding")
 
-        def hold(size: int) -> None:
+        def hold(size: int, of_body: int = 0) -> None:
             nonlocal received
-            self._check(tenant, received, size)
+            self._check(tenant, of_body, size)
             received += size
             self._held_bytes[tenant] += size
 
         async def receive_counted() -> Message:
-            nonlocal received, values
+            nonlocal values
             message = await receive()
             if message["type"] == "http.request":
                 body = message.get("body", b"")
                 try:
-                    self._check(tenant, received + len(body), len(body))
-                    received += len(body)
-                    self._held_bytes[tenant] += len(body)
+                    hold(len(body), received + len(body))
                     if counts_values:
                         values += sum(body.count(mark) for mark in marks if mark in body)  # which is ten times as quick
                     if values > max_marks:

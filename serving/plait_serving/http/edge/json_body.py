@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import islice
@@ -23,9 +22,9 @@ from starlette.responses import Response
 from plait_serving.http.edge.auth import Principal
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected
 from plait_serving.http.edge.turn_threads import READING
+from plait_serving.ranking.codec import named_twice
 
 MAX_DEADLINE_MS = 24 * 3_600_000
-_LONGEST_NAME = 64
 _MAX_UNKNOWN = 16
 _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed beside the event loop, one after the other (`turn_threads.READING`)."""
@@ -59,8 +58,7 @@ def _parse_long(pieces: list[bytes]) -> Any:
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(members)
     if len(made) < len(members):
-        counts = Counter(name for name, _ in members)
-        name = next(name for name, count in counts.items() if count > 1)[:_LONGEST_NAME]
+        name = named_twice(members)
         raise BodyRefused(ApiError(400, f"{name}: the body has it twice", code="duplicate_field", param=name))
     return made
 
