@@ -122,11 +122,6 @@ class ResultsSection(Section):
             raise ValueError(f"cannot be opened: {str(error).rstrip('.')}") from error
         return value
 
-    @property
-    def place(self) -> str:
-        """The folder as a path or a URL."""
-        return self.url or str(self.folder)
-
 
 def _sizes(text: str) -> str:
     """Check a size or a range of sizes. Raises ValueError that says what one looks like."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
 
 from plait_kernels.cores import instruction_set
+from plait_kernels.executors.audit import AuditStatistics
+from plait_serving.cores import HostCores
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
-
-if TYPE_CHECKING:
-    from plait_kernels.executors.audit import AuditStatistics
-    from plait_serving.cores import HostCores
-    from plait_serving.diffusion.engine import Engine
-    from plait_serving.diffusion.queue.usage import TenantUsage
 
 _AUDITS = {
     "checked": "Calls of compiled models that torch computed again",

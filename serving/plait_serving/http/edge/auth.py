@@ -130,6 +130,12 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
 
+def tenant_in(scope: Scope) -> str:
+    """Return the tenant that a request is of, or nothing where it needs no key."""
+    who: Principal | None = scope.get("state", {}).get("principal")
+    return "" if who is None else who.tenant
+
+
 def principal(request: Request) -> Principal:
     """Return the request's principal; a FastAPI dependency."""
     found = request.state.principal

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import Overloaded
-from plait_serving.http.edge.auth import Principal
+from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
 MAX_JSON_VALUES = 300_000
@@ -66,8 +66,7 @@ class BodyLimitMiddleware:
         if len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
             raise ApiError(414, f"the query is longer than {MAX_QUERY_BYTES} bytes", code="query_too_long")
         declared = declared_bytes(scope)
-        who: Principal | None = scope.get("state", {}).get("principal")
-        tenant = "" if who is None else who.tenant
+        tenant = tenant_in(scope)
         self._check(tenant, declared, declared)
         received = values = 0
         headers = Headers(scope=scope)

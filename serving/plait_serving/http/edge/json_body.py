@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from plait_serving.http.edge.auth import Principal
+from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected
 from plait_serving.http.edge.turn_threads import READING
 from plait_serving.ranking.codec import named_twice
@@ -90,8 +90,7 @@ class _JsonRequest(Request):
     async def _parsed(self, pieces: list[bytes]) -> Any:
         if sum(map(len, pieces)) <= _INLINE_BYTES:
             return _parse_body(pieces)
-        who: Principal | None = self.scope.get("state", {}).get("principal")
-        return await READING.run("" if who is None else who.tenant, partial(_parse_long, pieces))
+        return await READING.run(tenant_in(self.scope), partial(_parse_long, pieces))
 
 
 class JsonRoute(APIRoute):

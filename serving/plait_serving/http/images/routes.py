@@ -52,6 +52,7 @@ from plait_serving.http.images.schemas import (
     EditResponse,
     GenerationBody,
     GenerationResponse,
+    TimingsBody,
 )
 from plait_serving.images.codec import OutputFormat, encode_image
 from plait_serving.images.infotext import infotext
@@ -384,10 +385,7 @@ class ImageReply:
             **({} if request.edit is None else echoed(request.edit)),
             "lora_policy": result.lora_policy.value,
             "lora_free_steps": result.lora_free_steps,
-            "timings": {
-                stage: round(getattr(timings, f"{stage}_s"), 6)
-                for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
-            },
+            "timings": {stage: round(getattr(timings, f"{stage}_s"), 6) for stage in TimingsBody.model_fields},
             "ignored": self.body.ignored,
             "hints": self.hints(result),
         }
