@@ -194,7 +194,7 @@ def _of_images(images: ImagesSection, server: ServerSection, source: EngineSourc
         knobs=capped(images.knobs, images.num_cpus).model_dump(mode="json"),
         options={
             "graceful_shutdown_timeout_s": server.drain_s,
-            **(routed if images.has_several_models else {}),
+            **(routed if len(images.base_models) > 1 or images.models_folder is not None else {}),
         },
         finishes=True,
         workload="images",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from plait_serving.replica_metrics import ReplicaMetrics
@@ -52,7 +53,7 @@ class AllReplicas:
         self, handle: Any = None, *, make: Callable[[], Any] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Take Serve's handle, or what makes it: called later, on a thread, it may block."""
-        self._handle, self._make_handle = handle, make
+        self._handle = cache(make or (lambda: handle))
         self._response: Any = None
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "plait-metrics")
@@ -84,10 +85,8 @@ class AllReplicas:
 
     def _broadcast(self, method: str, *arguments: Any) -> Sequence[Any]:
         try:
-            if self._handle is None and self._make_handle is not None:
-                self._handle = self._make_handle()
             # Kept until the next time: an answer that is late must still find somebody (`ReplicaMetrics.__reduce__`).
-            self._response = self._handle.broadcast(method, *arguments)
+            self._response = self._handle().broadcast(method, *arguments)
             answers: Sequence[Any] = self._response.results(timeout_s=ANSWER_S, return_exceptions=True)
         except Exception as error:  # Ray's and Serve's errors have no common base
             _log.info("no replica answers %s: %s", method, error)

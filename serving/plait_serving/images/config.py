@@ -353,11 +353,6 @@ class ImagesSection(Replicated):
         return {name: BaseSource.parse(text) for name, text in self.models.items()}
 
     @property
-    def has_several_models(self) -> bool:
-        """Whether requests may be for another model than the first."""
-        return len(self.base_models) > 1 or self.models_folder is not None
-
-    @property
     def starters(self) -> tuple[str, ...]:
         """The names of the model that ships with plait, if it is served."""
         return tuple(name for name, base in self.base_models.items() if base.is_starter)

@@ -37,7 +37,7 @@ from plait_serving.http.edge.counters import MODEL
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
-from plait_serving.http.edge.refusals import StandingRefusal
+from plait_serving.http.edge.refusals import Refused
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
 from plait_serving.http.edge.request_id import ENDED
 from plait_serving.http.edge.turn_threads import READING
@@ -74,7 +74,7 @@ class RefusingRoute(JsonRoute):
                 context.metrics.observe_repeated(request.scope, count)
                 _log.info("tenant %s: %d more requests were refused in the proxy", tenant, count)
             if (standing := context.refusals.standing(tenant)) is not None:
-                refused = _still(standing)
+                refused = _still(standing, context.monotonic_s())
                 context.metrics.observe_failure(refused)
                 return _marked(refused, request)
             began_s = context.monotonic_s()
@@ -92,10 +92,10 @@ class _StillRefused(Overloaded):
     """A refusal of before, which is not news."""
 
 
-def _still(standing: StandingRefusal[Overloaded]) -> _StillRefused:
+def _still(standing: Refused[Overloaded], now_s: float) -> _StillRefused:
     """Return a refusal with what is left of its time."""
     error = standing.refusal
-    left_s = None if error.retry_after_s is None else max(0.0, error.retry_after_s - standing.ago_s)
+    left_s = None if error.retry_after_s is None else max(0.0, error.retry_after_s - (now_s - standing.at_s))
     return _StillRefused(error.message, param=error.param, retry_after_s=left_s)
 
 
@@ -262,7 +262,7 @@ async def resolved(body: GenerationBody, request: Request, context: RouteContext
 async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
     # Of many that come at once the first that is refused speaks for the others, which were let through before it.
     if (held := context.refusals.held(principal(request).tenant)) is not None:
-        raise _still(held)
+        raise _still(held, context.monotonic_s())
     asked = await accepted(body, catalog, request, context)
     model = catalog.base(asked.model) or catalog.model
     request.scope["state"][MODEL] = model.name
