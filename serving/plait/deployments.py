@@ -240,7 +240,7 @@ def _of_images(images: ImagesSection, server: ServerSection, source: EngineSourc
         knobs=capped(images.knobs, images.num_cpus).model_dump(mode="json"),
         options={
             "graceful_shutdown_timeout_s": server.drain_s,
-            **(routed if images.has_several_models else {}),
+            **(routed if len(images.base_models) > 1 or images.models_folder is not None else {}),
         },
         finishes=True,
         workload="images",
@@ -270,7 +270,7 @@ def _of_model(
 ) -> Iterator[Deployment]:
     """Yield the rows of a recommendation model: the one that the ingress calls first, then HNs, then shards."""
     sparse = given or PackageSource(section.folder)
-    held, entry = section.cn.shard_section, section.entry_role
+    held = section.cn.shard_section
     dealt = None if held is None else {"shards": held.count, "memory_bytes": held.memory_bytes}
     shards = [shard_role(number) for number in range(held.count)] if held is not None else []
 
@@ -304,7 +304,7 @@ def _of_model(
             knobs={} if isinstance(part, ShardsSection) else capped(part.knobs, part.num_cpus).model_dump(mode="json"),
             is_shard=role == "shard",
             memory_bytes=(part.memory_bytes or 0) if isinstance(part, ShardsSection) else 0,
-            finishes=role == entry,
+            finishes=role in ("whole", "cn"),
             workload="ranking",
         )
 

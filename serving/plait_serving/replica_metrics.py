@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 
 from prometheus_client import Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 IMAGE_COUNTS: Mapping[str, str] = {
@@ -68,11 +68,8 @@ class ReplicaMetrics:
     def __reduce__(self) -> tuple[Callable[[bytes], ReplicaMetrics], tuple[bytes]]:
         """Be a small answer. Ray keeps one of 100 KB and more in shared memory, and when such a one comes that nobody
         waits for any more, its core aborts the whole process (`CoreWorker::GetOwnerAddressOrDie`, Ray 2.60)."""
-        families = [
-            [it.name, it.documentation, it.type, [[each.name, each.labels, each.value] for each in it.samples]]
-            for it in self.families
-        ]
-        encoded = json.dumps([self.replica, families, [[*key, value] for key, value in self.account.items()]])
+        said = [self.replica, self.families, [[*key, value] for key, value in self.account.items()]]
+        encoded = json.dumps(said, default=lambda it: [it.name, it.documentation, it.type, it.samples])
         return _unpacked, (zlib.compress(encoded.encode(), 1),)
 
 
@@ -126,15 +123,7 @@ def exposition(families: Iterable[Metric]) -> str:
     for each in families:
         known = joined.setdefault(each.name, Metric(each.name, each.documentation, each.type))
         known.samples.extend(each.samples)
-    return generate_latest(_Collected(joined.values())).decode()
-
-
-class _Collected(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    return generate_latest(SimpleNamespace(collect=joined.values)).decode()
 
 
 class Account:

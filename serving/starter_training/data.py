@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from plait_serving.starter.preprocess import block_means
+from plait_serving.starter.references import SIDE_PX, pool
 
 VERSION = "16.0.0"
-SIDE_PX = 64
 PACKAGES = {"twemoji": "emoji-datasource-twitter", "noto": "emoji-datasource-google"}
 FOLDERS = {"twemoji": "img/twitter/64", "noto": "img/google/64"}
 CATEGORIES = ("Activities", "Animals & Nature", "Food & Drink", "Objects", "Travel & Places")
@@ -52,11 +51,6 @@ class TrainingImages:
     names: tuple[str, ...]
     twemoji: NDArray[np.uint8]
     noto: NDArray[np.uint8]
-
-
-def pooled(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the 16x16 mean colours of each 64x64 image: `uint8[n, 16, 16, 3]`."""
-    return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in images])
 
 
 def fetch_package(name: str, cache: Path) -> Path:
@@ -143,7 +137,7 @@ def load_images(cache: Path, count: int = DEFAULT_COUNT) -> TrainingImages:
     _, noto = _read_archive(archives["noto"], FOLDERS["noto"])
     pairs = [(name, image) for name, image in _candidates(entries) if image in twemoji and image in noto]
     all_twemoji = np.stack([_on_white(twemoji[image]) for _, image in pairs])
-    stay = drop_look_alikes([name for name, _ in pairs], pooled(all_twemoji), count)
+    stay = drop_look_alikes([name for name, _ in pairs], pool(all_twemoji), count)
     return TrainingImages(
         names=tuple(pairs[i][0] for i in stay),
         twemoji=all_twemoji[stay],

@@ -13,6 +13,7 @@ from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, LoraError, NumericalError, Overloaded
 from plait_serving.diffusion.values import Failed, Finished, LoraRef, Preview, Progress
 from plait_serving.images.local import LocalImageService
+from plait_serving.replica_metrics import ReplicaMetrics
 from support.engine import Rig, request
 from support.waiting import until
 
@@ -43,9 +44,12 @@ def rig():
         each.engine.stop(drain_s=0)
 
 
+NOTHING_COUNTED = ReplicaMetrics(replica="r", families=())
+
+
 def local(rig):
     """The service over that engine."""
-    return LocalImageService(engine=rig.engine, catalog=lambda: FAKE_CATALOG)
+    return LocalImageService(engine=rig.engine, catalog=lambda: FAKE_CATALOG, counted=lambda: NOTHING_COUNTED)
 
 
 def refuse(asked, sink):

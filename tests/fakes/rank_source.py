@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from fakes import ranking_model as kit
 from plait_disagg.package import Package
-from plait_disagg.protocols import ItemStore
 from plait_serving.deployments.ranking.package_source import OpenedPackage, ShardedModel
 from plait_serving.ranking.config import RankRole
 
@@ -24,10 +23,6 @@ class TinySource:
             sparse=None if role == "hn" else kit.FakeSparse(slow_s=self.slow_s),
             dense=None if role == "cn" else kit.FakeDense(),
         )
-
-    def items(self) -> ItemStore | None:
-        """See RankSource."""
-        return None
 
     def package(self) -> Package | None:
         """See RankSource."""

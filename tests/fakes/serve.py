@@ -45,6 +45,7 @@ class FakeHosted:
         made = FakeImageService if loras is None else partial(FolderImageService, loras)
         self.service = made(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")}, slow={"slow": 0.2})
         self.knobs: list[EngineKnobs] = []
+        self.engine = self
         self.alive = True
         self.stuck: Stuck | None = None
 

@@ -22,6 +22,7 @@ from plait_serving.diffusion.families.unet.samplers import Sampler
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.local import LocalImageService
+from plait_serving.replica_metrics import ReplicaMetrics
 from support.http_app import AsgiCall, make_app, pixels
 from support.waiting import until
 
@@ -46,7 +47,8 @@ class Rig:
         self.engine.start()
         card = replace(FAKE_CATALOG.model, name="fake", limits=limits)
         catalog = replace(FAKE_CATALOG, models=(card,), controlnets=())
-        self.service = LocalImageService(engine=self.engine, catalog=lambda: catalog)
+        counted = ReplicaMetrics(replica="r", families=())
+        self.service = LocalImageService(engine=self.engine, catalog=lambda: catalog, counted=lambda: counted)
         self.app = make_app(self.service)
 
     def call(self, **body) -> AsgiCall:

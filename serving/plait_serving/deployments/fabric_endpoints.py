@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ray import serve
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
 from plait_serving.cores import remove_stale_sockets, socket_folder
+from plait_serving.deployments.metrics import ask
 from plait_serving.deployments.ray_internals import known_replicas
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ServeReplicas:
         """Return the replicas that answer now. Raises `NoReplica` if Serve has none."""
         try:
             with ThreadPoolExecutor(1) as thread:  # results() refuses to block where a loop runs, as in a constructor
-                answers = thread.submit(self._ask).result()
+                answers = thread.submit(lambda: ask(self._handle, "describe", timeout_s=_ASK_S)).result()
         except Exception as error:  # Ray's and Serve's errors have no common base
             raise NoReplica(f"Serve knows no replica of {self._what}: {error}") from error
         found = [answer for answer in answers if isinstance(answer, Replica)]
@@ -75,11 +75,6 @@ class ServeReplicas:
             return bool(self.replicas())
         except NoReplica:
             return False
-
-    def _ask(self) -> Sequence[Any]:
-        response = self._handle.broadcast("describe")
-        answers: Sequence[Any] = response.results(timeout_s=_ASK_S, return_exceptions=True)
-        return answers
 
 
 def dial(address: str, secret: bytes) -> Channel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +23,7 @@ from plait_serving.imports import importing
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter, FastAPI
+    from fastapi import APIRouter
 
     from plait_serving.ranking.local import LocalRankingService
 
@@ -119,6 +118,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
         """Return the ASGI application; Serve calls this after the constructor."""
+        direct, count = self._direct, self._answers.count
         with importing():
             from plait_serving.http.app import app_from_context
 
@@ -133,13 +133,9 @@ class Ingress:
             app = app_from_context(
                 self._context,
                 routers=() if self._routers is None else self._routers(self._user_config),
-                lifespan=None if self._direct is None else self._answer_directly,
+                lifespan=None if direct is None else lambda app: direct.answering(count(without_repeated(app))),
             )
-        return self._answers.count(without_request_id(app))
-
-    def _answer_directly(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
-        assert self._direct is not None
-        return self._direct.answering(self._answers.count(without_repeated(app)))
+        return count(without_request_id(app))
 
 
 def _handle_of_this_deployment() -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from plait_serving.replica_metrics import ReplicaMetrics
@@ -20,13 +21,25 @@ _KEPT_S = 60.0
 """For how long the gauges of a replica that is too busy to answer are shown as they were last."""
 
 
+def ask(handle: Any, method: str, *arguments: Any, timeout_s: float | None) -> list[Any]:
+    """Return what the method returns, or raises, at each replica. Raises whatever Serve does. Blocks."""
+    return list(handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True))
+
+
 def ask_all(handle: Any, method: str, *arguments: Any, timeout_s: float | None) -> list[Any]:
-    """Return what the method returns, or raises, at each replica; nothing if there is none. Blocks."""
+    """Do the same; nothing if there is no replica."""
     try:
-        return list(handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True))
+        return ask(handle, method, *arguments, timeout_s=timeout_s)
     except Exception as error:  # Ray's and Serve's errors have no common base
         _log.debug("no replica answers %s: %s", method, error)
         return []
+
+
+def ask_each(handles: Mapping[str, Any], method: str, *arguments: Any, timeout_s: float | None) -> dict[str, list[Any]]:
+    """Ask all deployments at once; return their answers by name. Blocks."""
+    with ThreadPoolExecutor(max(1, len(handles))) as threads:
+        found = threads.map(lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), handles.values())
+        return dict(zip(handles, found, strict=True))
 
 
 class AllReplicas:
@@ -40,7 +53,7 @@ class AllReplicas:
         self, handle: Any = None, *, make: Callable[[], Any] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Take Serve's handle, or what makes it: called later, on a thread, it may block."""
-        self._handle, self._make_handle = handle, make
+        self._handle = cache(make or (lambda: handle))
         self._response: Any = None
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "plait-metrics")
@@ -72,10 +85,8 @@ class AllReplicas:
 
     def _broadcast(self, method: str, *arguments: Any) -> Sequence[Any]:
         try:
-            if self._handle is None and self._make_handle is not None:
-                self._handle = self._make_handle()
             # Kept until the next time: an answer that is late must still find somebody (`ReplicaMetrics.__reduce__`).
-            self._response = self._handle.broadcast(method, *arguments)
+            self._response = self._handle().broadcast(method, *arguments)
             answers: Sequence[Any] = self._response.results(timeout_s=ANSWER_S, return_exceptions=True)
         except Exception as error:  # Ray's and Serve's errors have no common base
             _log.info("no replica answers %s: %s", method, error)

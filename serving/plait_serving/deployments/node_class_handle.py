@@ -9,12 +9,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from plait_serving.deployments.metrics import ask_all
+from plait_serving.deployments.metrics import ask_each
 
 _LOOK_S = 1.0
 _ANSWER_S = 1.0
@@ -40,7 +39,7 @@ class PlacedHandle:
         """Call the method on every replica of every deployment; those without replicas have no answers."""
 
         def results(*, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
-            found = _by_class(self._handles, method, arguments, timeout_s=timeout_s)
+            found = ask_each(self._handles, method, *arguments, timeout_s=timeout_s)
             answers = [answer for each in found.values() for answer in each]
             for error in answers if not return_exceptions else ():
                 if isinstance(error, BaseException):
@@ -52,15 +51,14 @@ class PlacedHandle:
     def __getattr__(self, method: str) -> SimpleNamespace:
         if method.startswith("_"):
             raise AttributeError(method)
-        return SimpleNamespace(remote=lambda *arguments: getattr(self._choose(), method).remote(*arguments))
+        return SimpleNamespace(
+            remote=lambda *given: getattr(self._handles[self._known().choose()], method).remote(*given)
+        )
 
     def _known(self) -> _LastSeen:
         if self._seen is None:
             self._seen = _LastSeen(self._handles)
         return self._seen
-
-    def _choose(self) -> Any:
-        return self._handles[self._known().choose()]
 
 
 class _LastSeen:
@@ -82,17 +80,8 @@ class _LastSeen:
     def _look(self) -> None:
         while True:
             try:
-                found = _by_class(self._handles, "whereabouts", (), timeout_s=_ANSWER_S)
+                found = ask_each(self._handles, "whereabouts", timeout_s=_ANSWER_S)
             except RuntimeError:  # the interpreter ends, and starts no threads any more
                 return
             self._replicas = {of: len(answers) for of, answers in found.items()}
             time.sleep(_LOOK_S)
-
-
-def _by_class(
-    handles: Mapping[str, Any], method: str, arguments: Sequence[Any], *, timeout_s: float | None
-) -> dict[str, list[Any]]:
-    """Ask all deployments at once."""
-    with ThreadPoolExecutor(max(1, len(handles))) as threads:
-        found = threads.map(lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), handles.values())
-        return dict(zip(handles, found, strict=True))

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from prometheus_client import Metric
@@ -14,7 +13,7 @@ from prometheus_client import Metric
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_deploy.on_ray.replica_location import CPUS, GPUS
-from plait_serving.deployments.metrics import ask_all
+from plait_serving.deployments.metrics import ask_each
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +56,8 @@ class NodeGauges:
             return gauges((), (), {})
         from plait_deploy.placement.demands import Demand, task_of  # an ingress without GPUs needs none of it
 
-        with ThreadPoolExecutor(min(16, len(self._handles))) as threads:
-            reports = dict(zip(self._handles, threads.map(_whereabouts, self._handles.values()), strict=True))
+        answers = ask_each(self._handles, "whereabouts", timeout_s=_ANSWER_S)
+        reports = {name: [it for it in said if isinstance(it, Mapping)] for name, said in answers.items()}
         demands = [
             Demand(
                 name=name,
@@ -69,8 +68,3 @@ class NodeGauges:
             if said
         ]
         return gauges(nodes, demands, reports)
-
-
-def _whereabouts(handle: Any) -> list[Mapping[str, float]]:
-    answers = ask_all(handle, "whereabouts", timeout_s=_ANSWER_S)
-    return [answer for answer in answers if isinstance(answer, Mapping)]

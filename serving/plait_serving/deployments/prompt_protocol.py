@@ -15,13 +15,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.request_id import accepted_id, set_id
 
-_HEAD_S = 10.0
-"""From the connection, or the first byte of a further request, to the end of its head. nginx waits for 60 s and HAProxy
-recommends 5 s; a head is one packet."""
-
-_MAX_HEAD_BYTES = 64 << 10
-
-_BODY_S = 10.0
 _MIN_BODY_BYTES = 20 << 10
 """What must have arrived of a body for each period of its time so far: 2 KiB/s on average, less than any network that
 images are sent over. After the first period who was quick may pause."""
@@ -29,7 +22,7 @@ images are sent over. After the first period who was quick may pause."""
 _MAX_BODY_PERIODS = 60
 """A body at just the least rate would take hours: the largest one arrives within 10 minutes at 1 Mbit/s."""
 
-_TOO_SLOW = ApiError(408, "the body came too slowly, or took too long", code="body_too_slow", kind="timeout_error")
+_TOO_SLOW = ApiError(408, "the body came too slowly, or took too long", code="body_too_slow")
 
 _Part = Literal["head", "body"]
 
@@ -38,9 +31,12 @@ class PromptHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which closes a connection whose request does not arrive: a head in time and within bounds, a
     body at more than a trickle, and not for ever. It is what first reads a request, and settles its id."""
 
-    head_s = _HEAD_S
-    body_s = _BODY_S
-    max_head_bytes = _MAX_HEAD_BYTES
+    head_s = 10.0
+    """From the connection, or the first byte of a further request, to the end of its head. nginx waits for 60 s and
+    HAProxy recommends 5 s; a head is one packet."""
+    max_head_bytes = 64 << 10
+    body_s = 10.0
+    """A period of a body's time."""
 
     _awaited: _Part | None = "head"
     _received_bytes = 0

@@ -40,7 +40,6 @@ _LOST = ApiError(
     503,
     "the server lost this request on its way; it may be asked again",
     code="request_lost",
-    kind="server_error",
     headers={"retry-after": "1"},
 )
 

@@ -43,20 +43,14 @@ class ScaleByPressure:
 
 def autoscaling(replicas: Replicas) -> dict[str, Any]:
     """Return Serve's `autoscaling_config` for a variable number of replicas. `decide` applies the delays, not Serve."""
-    scaling = Scaling(
-        min_replicas=replicas.min,
-        max_replicas=replicas.max,
-        up_after_s=replicas.up_after_s,
-        down_after_s=replicas.down_after_s,
-    )
+    bounds = {"min_replicas": replicas.min, "max_replicas": replicas.max}
     return {
-        "min_replicas": replicas.min,
-        "max_replicas": replicas.max,
+        **bounds,
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,
         "look_back_period_s": _LOOK_BACK_S,
         "policy": {
             "policy_function": f"{__name__}:{ScaleByPressure.__name__}",
-            "policy_kwargs": asdict(scaling),
+            "policy_kwargs": bounds | replicas.model_dump(include={"up_after_s", "down_after_s"}),
         },
     }

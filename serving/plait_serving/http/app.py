@@ -29,7 +29,7 @@ from plait_serving.http.edge.hosts import ForwardedMiddleware, HostMiddleware, O
 from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
-from plait_serving.http.images import control_map, results
+from plait_serving.http.images import results
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import EditBody
 from plait_serving.http.page import routes as page
@@ -163,7 +163,7 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
             app.include_router(router)
     if context.images is not None:
         context.metrics.expect(IMAGE_PATHS)
-        for router in (images.router, control_map.router, results.router, models.image_router):
+        for router in (images.router, images.reading, results.router, models.image_router):
             app.include_router(router)
         if context.settings.a1111_api:
             for router in (a1111.making, a1111.router):

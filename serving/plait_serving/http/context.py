@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,22 +87,17 @@ class RouteContext:
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
     results: ResultStore | None = field(init=False)
-    decoder: TurnThreads = field(init=False)
+    decoder: TurnThreads = field(default_factory=partial(TurnThreads, 1, "plait-decode"))
     workers: TurnThreads = field(init=False)
     refusals: RecentRefusals[Overloaded] = field(init=False)
     account: Account = field(default_factory=Account)
     desk: Desk = field(default_factory=Desk)
 
     def __post_init__(self) -> None:
-        self.decoder = TurnThreads(1, "plait-decode")
         self.workers = TurnThreads(self.settings.codec_threads, "plait-work")
         kept = self.settings.results
         self.results = None if kept is None else ResultStore(kept, now_s=self.now_s)
         self.refusals = RecentRefusals(self.monotonic_s)
-
-    def limits_of(self, tenant: str) -> TenantLimits:
-        """Return what a tenant may ask for."""
-        return self.settings.tenants.get(tenant, TenantLimits())
 
     @property
     def image_service(self) -> ImageService:

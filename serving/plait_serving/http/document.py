@@ -7,15 +7,13 @@ content, and a parameter in a path for one that is always there: so JSON comes f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from plait_serving.http.edge.auth import is_open
 from plait_serving.http.edge.errors import V2, ErrorBody
 from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.http.edge.request_id import ACCEPTED
-
-_METHODS = ("get", "post", "put", "patch", "delete")
 
 _MEANINGS = {
     400: "The request is invalid; `param` names the field.",
@@ -76,7 +74,7 @@ def complete(document: dict[str, Any], examples: Mapping[str, Any], names: Mappi
     components["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "needed only where the server has keys"}
     }
-    for path, operation in _operations(document):
+    for path, operation in ((path, it) for path, item in document["paths"].items() for it in item.values()):
         if not is_open(path):
             operation.setdefault("security", [{"key": []}, {}])
         operation["responses"] = _responses(path, operation)
@@ -90,11 +88,6 @@ def complete(document: dict[str, Any], examples: Mapping[str, Any], names: Mappi
         operation.setdefault("parameters", []).append(_OWN_ID)
         if (example := {**_EXAMPLES, **examples}.get(path)) is not None:
             body["content"]["application/json"]["example"] = example
-
-
-def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for path, item in document.get("paths", {}).items():
-        yield from ((path, item[method]) for method in _METHODS if method in item)
 
 
 def _error_schemas() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from plait_serving.diffusion.values import Edit, ImageRequest, Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import require_admin
 from plait_serving.images.infotext import SAMPLER_NAMES
-from plait_serving.images.service import AliasCard, BaseModelCard
+from plait_serving.images.service import BaseModelCard
 from plait_serving.spelling import hint
 
 if TYPE_CHECKING:
@@ -75,10 +75,6 @@ def _fields(terms: RequestTerms) -> list[str]:
     return [*(each.name for _, each in taken(ImageRequest, terms.takes) if each.only_some), *edits, *reads]
 
 
-def _loras(alias: AliasCard) -> list[dict[str, Any]]:
-    return [{"name": name, "scale": scale} for name, scale in alias.loras.items()]
-
-
 def _ranking_model(name: str, card: ModelCard) -> dict[str, Any]:
     from plait_serving.http.ranking.describe import metadata  # of which a server without ranking models needs nothing
 
@@ -102,7 +98,8 @@ async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
         for alias in catalog.aliases:
             card = catalog.base(alias.model)
             if card is not None:
-                found[alias.name] = {**_model(card), "id": alias.name, "base": card.name, "loras": _loras(alias)}
+                loras = [{"name": name, "scale": scale} for name, scale in alias.loras.items()]
+                found[alias.name] = {**_model(card), "id": alias.name, "base": card.name, "loras": loras}
     for name in () if context.ranking is None else context.ranking.names():
         with suppress(RankError):
             found.setdefault(name, _ranking_model(name, context.ranking_service.get(name).card))

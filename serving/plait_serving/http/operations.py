@@ -112,7 +112,7 @@ async def own_metrics(context: RouteContext) -> ReplicaMetrics:
     """Return what this process itself counts: of HTTP, and of the ranking requests that it sent."""
     ranking, me = None if context.ranking is None else await _in_time(context.ranking.metric_families()), this_process()
     nodes = () if context.nodes is None else await context.nodes()
-    families = [*context.metrics.families(), *(ranking or ()), *nodes]
+    families = [*context.metrics.registry.collect(), *(ranking or ()), *nodes]
     used = {(me, *key): value for key, value in context.metrics.used.items()}
     return ReplicaMetrics(replica=me, families=families, account={**context.account.sums, **used})
 

@@ -122,11 +122,6 @@ class ResultsSection(Section):
             raise ValueError(f"cannot be opened: {str(error).rstrip('.')}") from error
         return value
 
-    @property
-    def place(self) -> str:
-        """The folder as a path or a URL."""
-        return self.url or str(self.folder)
-
 
 def _sizes(text: str) -> str:
     """Check a size or a range of sizes. Raises ValueError that says what one looks like."""
@@ -356,11 +351,6 @@ class ImagesSection(Replicated):
             name = self.name or composed(Path(stem_of(self.model) or self.model).name)
             return {name: BaseSource(model=self.model, revision=self.revision)}
         return {name: BaseSource.parse(text) for name, text in self.models.items()}
-
-    @property
-    def has_several_models(self) -> bool:
-        """Whether requests may be for another model than the first."""
-        return len(self.base_models) > 1 or self.models_folder is not None
 
     @property
     def starters(self) -> tuple[str, ...]:

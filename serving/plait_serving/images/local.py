@@ -10,14 +10,10 @@ from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog
-from plait_serving.replica_metrics import ReplicaMetrics, this_process
+from plait_serving.replica_metrics import ReplicaMetrics
 
 if TYPE_CHECKING:
     from plait_serving.diffusion.engine import Engine, Ticket
-
-
-def _nothing_counted() -> ReplicaMetrics:
-    return ReplicaMetrics(replica=this_process(), families=())
 
 
 class LocalImageService:
@@ -32,7 +28,7 @@ class LocalImageService:
         *,
         engine: Engine,
         catalog: Callable[[], Catalog],
-        counted: Callable[[], ReplicaMetrics] = _nothing_counted,
+        counted: Callable[[], ReplicaMetrics],
     ) -> None:
         self._engine = engine
         self._catalog = catalog

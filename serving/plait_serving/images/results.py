@@ -108,7 +108,8 @@ class ResultStore:
             import fsspec.core
 
             with _reported("open its folder"):
-                files, folder = fsspec.core.url_to_fs(self._settings.place, use_listings_cache=False)
+                place = self._settings.url or str(self._settings.folder)
+                files, folder = fsspec.core.url_to_fs(place, use_listings_cache=False)
                 files.makedirs(folder, exist_ok=True)
             self._opened = files, folder.rstrip("/")
         return self._opened

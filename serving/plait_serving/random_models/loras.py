@@ -13,6 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from plait_serving.diffusion.errors import LoraError
@@ -23,7 +24,7 @@ from plait_serving.diffusion.published.configs import build_on_meta, published_n
 from plait_serving.diffusion.sources.staging import new_file
 from plait_serving.random_models.names import DtypeName, LoraSpelling
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
-from plait_serving.random_models.write import Report
+from plait_serving.random_models.write import METADATA, Report
 
 MAX_RANK = 4096
 """What plait's reader takes."""
@@ -63,14 +64,7 @@ def write_lora(
     """
     tensors = drawn_factors(architecture, spelling=spelling, rank=rank)
     total = sum(tensor.nbytes(dtype) for tensor in tensors)
-    written = 0
-
-    def wrote(count: int) -> None:
-        nonlocal written
-        written += count
-        report(path.name, written, total)
-
-    metadata = {"format": "pt"}
+    metadata = dict(METADATA)
     if spelling is LoraSpelling.KOHYA:
         metadata |= {
             "ss_network_module": "networks.lora",
@@ -78,7 +72,8 @@ def write_lora(
             "ss_network_alpha": str(rank / 2),
         }
     with new_file(path, needed_bytes=total) as staged:
-        write_tensors(staged, tensors, seed=seed, dtype=dtype, metadata=metadata, wrote=wrote)
+        for written in accumulate(write_tensors(staged, tensors, seed=seed, dtype=dtype, metadata=metadata)):
+            report(path.name, written, total)
 
 
 def drawn_factors(architecture: Architecture, *, spelling: LoraSpelling, rank: int) -> list[DrawnTensor]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,16 +54,15 @@ def write_tensors(
     seed: int,
     dtype: DtypeName,
     metadata: Mapping[str, str],
-    wrote: Callable[[int], None],
-) -> None:
-    """Write a new file, and report the bytes of every chunk to `wrote`."""
+) -> Iterator[int]:
+    """Write a new file while this is read: the bytes of every chunk, once it is written."""
     with path.open("xb") as file:
         file.write(_header(tensors, dtype, metadata))
         for tensor in tensors:
             for values in _chunks(tensor, seed):
                 raw = values.to(_DTYPES[dtype][1]).view(torch.uint8).numpy()
                 file.write(raw.data)
-                wrote(raw.nbytes)
+                yield raw.nbytes
 
 
 def _header(tensors: Sequence[DrawnTensor], dtype: DtypeName, metadata: Mapping[str, str]) -> bytes:

@@ -19,7 +19,7 @@ Report = Callable[[str, int, int], None]
 """Receives what is being written, the bytes that are written, and all bytes."""
 
 # The published files were saved by torch, and loaders look for this.
-_METADATA = {"format": "pt"}
+METADATA = {"format": "pt"}
 _FILES = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
 
@@ -35,15 +35,10 @@ def write_model(architecture: Architecture, folder: Path, *, seed: int, dtype: D
     with new_folder(folder, needed_bytes=total) as staged:
         write_configs(architecture, staged, {part.folder: module for part, module in modules})
         for part, tensors in drawn:
-            name = part.folder or folder.name
-
-            def wrote(count: int, name: str = name) -> None:
-                nonlocal written
-                written += count
-                report(name, written, total)
-
             file = staged / part.folder / _FILES[part.library]
-            write_tensors(file, tensors, seed=seed, dtype=dtype, metadata=_METADATA, wrote=wrote)
+            for count in write_tensors(file, tensors, seed=seed, dtype=dtype, metadata=METADATA):
+                written += count
+                report(part.folder or folder.name, written, total)
 
 
 # As CLIP's and T5's own initialisations have them; sines and cosines as large on average.

@@ -335,10 +335,15 @@ def check_unique(body: bytes, end: int, members: int) -> None:
         raise BadInput("the JSON holds numbers that are too long, or is nested too deeply") from error
 
 
+def named_twice(members: list[tuple[str, Any]]) -> str:
+    """Return a name that several of these members have, cut to what a message may hold."""
+    counts = Counter(name for name, _ in members)
+    return next(name for name, count in counts.items() if count > 1)[:_LONGEST_NAME]
+
+
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(members)
     if len(made) < len(members):
-        counts = Counter(name for name, _ in members)
-        name = next(name for name, count in counts.items() if count > 1)[:_LONGEST_NAME]
+        name = named_twice(members)
         raise BadInput(f"{name}: the body has it twice", param=name)
     return made

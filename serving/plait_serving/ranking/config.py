@@ -133,17 +133,12 @@ class RankModelSection(Section):
 
     @property
     def parts(self) -> dict[str, CnSection | HnSection | WholeSection | ShardsSection]:
-        """Its deployments by role; each shard is a deployment of its own (`shard0`, ...)."""
+        """Its deployments by role, first the one that the ingress calls; each shard has its own (`shard0`, ...)."""
         if self.mode == "whole":
             return {"whole": self.whole}
         shards = self.cn.shard_section
         held = {} if shards is None else dict.fromkeys(map(shard_role, range(shards.count)), shards)
         return {"cn": self.cn, "hn": self.hn, **held}
-
-    @property
-    def entry_role(self) -> RankRole:
-        """The role of the deployment that the ingress calls."""
-        return "whole" if self.mode == "whole" else "cn"
 
 
 def shard_role(number: int) -> str:

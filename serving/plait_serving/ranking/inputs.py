@@ -83,11 +83,8 @@ class _InputPlan:
         self.row_shape = item.shape if isinstance(item, Dense | Ids) else None
         self.required = tensor_names((item,))
         self.lengths = lengths if isinstance(item, Bag) and lengths not in tensor_names(inputs) else None
-
-    @property
-    def names(self) -> tuple[str, ...]:
+        self.names = self.required if self.lengths is None else (*self.required, self.lengths)
         """Every name that the input may have in a request."""
-        return self.required if self.lengths is None else (*self.required, self.lengths)
 
     def bags(self, arrays: Mapping[str, Array]) -> int:
         """Return the number of rows of a bag that were sent."""

@@ -87,7 +87,7 @@ class ActorTuningService:
             except TimeoutError:
                 break
         message = f"the tuner did not answer within {_LONGEST_CALL_S:g} s"
-        raise ApiError(503, message, code="tuner_unavailable", kind="server_error", headers={"retry-after": "5"})
+        raise ApiError(503, message, code="tuner_unavailable", headers={"retry-after": "5"})
 
     def _found(self) -> Any:
         settings = self._settings()

@@ -81,7 +81,11 @@ class ControlNetDeployment:
         self._secret = new_secret()
         place = resolve_device(device)
         precision = resolve_dtype(dtype, place)
-        self._auditor = auditor_for(audit_every, cache=default_prepared_folder(), idle=self._is_idle)
+        self._auditor = auditor_for(
+            audit_every,
+            cache=default_prepared_folder(),
+            idle=lambda: hasattr(self, "_service") and self._service.is_idle,
+        )
         preparer = preparer_for(
             ExecutorName(executor),
             device=place,
@@ -111,9 +115,6 @@ class ControlNetDeployment:
         _log.info(
             "ControlNet %s (%s on %s) listens at %s", name, runner.dtype, place, ", ".join(self._service.addresses)
         )
-
-    def _is_idle(self) -> bool:
-        return hasattr(self, "_service") and self._service.is_idle
 
     async def describe(self) -> Replica:
         """Return this replica's addresses and secret. For base replicas only; Serve carries the answer."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
 
 from plait_kernels.cores import instruction_set
+from plait_kernels.executors.audit import AuditStatistics
+from plait_serving.cores import HostCores
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
-
-if TYPE_CHECKING:
-    from plait_kernels.executors.audit import AuditStatistics
-    from plait_serving.cores import HostCores
-    from plait_serving.diffusion.engine import Engine
-    from plait_serving.diffusion.queue.usage import TenantUsage
 
 _AUDITS = {
     "checked": "Calls of compiled models that torch computed again",
@@ -29,7 +26,7 @@ def counted(engine: Engine, host: HostCores) -> ReplicaMetrics:
     me, usage = this_process(), engine.usage()
     return ReplicaMetrics(
         replica=me,
-        families=[*_engine_families(engine), *gpu_families(), *host_families(host)],
+        families=[*_engine_families(engine), *gpu_families(), *_host_families(host)],
         account={(me, tenant, name): it for tenant, used in usage.items() for name, it in _used(used).items()},
     )
 
@@ -113,12 +110,11 @@ def audit_families(audits: Mapping[str, AuditStatistics]) -> list[Metric]:
     return [family("plait_audit_largest_share_of_tolerance", said, shares, "model"), *counted]
 
 
-def host_families(host: HostCores) -> list[Metric]:
+def _host_families(host: HostCores) -> list[Metric]:
     """Return what the replicas of the engine's host may use."""
-    shared = int(host.is_shared)
     return [
         family("plait_host_cores", "Cores of the host", host.cores),
         family("plait_host_threads_planned", "Threads that its replicas may use together", host.planned_threads),
-        family("plait_host_shared", "1: these are more than it has cores", shared),
+        family("plait_host_shared", "1: these are more than it has cores", int(host.is_shared)),
         family("plait_host_instruction_set", "Widest vector instructions", {(instruction_set(),): 1}, "name"),
     ]

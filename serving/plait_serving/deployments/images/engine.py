@@ -106,9 +106,9 @@ class EngineReplica:
         raising."""
         if self._stopping:
             return
-        if not self._hosted.alive:
+        if not self._hosted.engine.alive:
             raise RuntimeError("the engine's compute thread has died")
-        self._hosted.check_progress()
+        self._hosted.engine.check_progress()
 
     def __del__(self) -> None:
         """Stop the engine; Serve calls this once the running requests have ended or the grace period has passed."""

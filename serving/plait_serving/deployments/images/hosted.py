@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CONTROLNETS_TIMEOUT_S = 120.0
-"""Time to load torch and a ControlNet next to the base model, on two busy cores."""
+"""Time to load torch and a ControlNet next to the base model, on two busy cores: all deployments start at once."""
+_POLL_S = 0.5
 
 
 def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> HostedImages:
@@ -45,7 +46,14 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
     reached = {name: _reached(name, handle) for name, handle in controlnets.items()}
     hosted = load_images(images, {name: client for name, (_, client) in reached.items()})
     services = {name: service for name, (service, _) in reached.items()}
-    for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
+    until_s = time.monotonic() + _CONTROLNETS_TIMEOUT_S  # a placement measured before they are up would stay wrong
+    missing = list(services)
+    while missing and time.monotonic() < until_s:
+        if services[missing[0]].answer():
+            missing.pop(0)
+        else:
+            time.sleep(_POLL_S)
+    for name in missing:
         _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
     hosted.warm_up()
     return hosted
@@ -113,7 +121,7 @@ class HostedImages:
 
     def __init__(self, images: ImagesSection, engine: Engine, lora_cards: LoraCards) -> None:
         self._images = images
-        self._engine = engine
+        self.engine = engine
         self._lora_cards = lora_cards
         self._reports = 0
         self._gauge = Gauge(self._readings, engine_pressure)
@@ -124,24 +132,15 @@ class HostedImages:
         )
         """The service that takes requests."""
 
-    @property
-    def alive(self) -> bool:
-        """Whether the compute thread runs."""
-        return self._engine.alive
-
-    def check_progress(self) -> None:
-        """Raise `Stuck` if a thread of the engine hangs."""
-        self._engine.check_progress()
-
     def warm_up(self) -> None:
         """Make the warm-up images; from then on the service is ready."""
-        seconds = warm_up(self._engine)
+        seconds = warm_up(self.engine)
         _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
         self.service.warmed_up(seconds)
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs; running requests continue."""
-        self._engine.reconfigure(knobs)
+        self.engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
 
     def pressure(self) -> float:
@@ -149,12 +148,12 @@ class HostedImages:
         return self._gauge.read()
 
     def _readings(self) -> dict[str, float]:
-        compute_s = sum(used.compute_s for used in self._engine.usage().values())
-        return {"compute_s": compute_s, "queued_s": self._engine.statistics().queued_s}
+        compute_s = sum(used.compute_s for used in self.engine.usage().values())
+        return {"compute_s": compute_s, "queued_s": self.engine.statistics().queued_s}
 
     def routing_state(self) -> ReplicaState:
         """Return by what requests are sent to replicas."""
-        engine = self._engine
+        engine = self.engine
         pool, self._reports = engine.pool, self._reports + 1
         resident, wanted = set(pool.statistics().resident), engine.open_models()
         load_s = {name: model.load_s for name, model in pool.models.items()}
@@ -170,11 +169,11 @@ class HostedImages:
 
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
-        self._engine.stop(drain_s=drain_s)
+        self.engine.stop(drain_s=drain_s)
         self._lora_cards.close()
 
     def _catalog(self) -> Catalog:
-        pool, images = self._engine.pool, self._images
+        pool, images = self.engine.pool, self._images
         pool.look(always=False)
         models = pool.models
         families = self._families
@@ -215,13 +214,13 @@ class HostedImages:
     @property
     def _unfit(self) -> dict[str, str]:
         """Why no model takes a ControlNet, in the words of the last that refused it."""
-        found = {name: why for model in self._engine.pool.models.values() for name, why in model.unfit.items()}
+        found = {name: why for model in self.engine.pool.models.values() for name, why in model.unfit.items()}
         return {f"ControlNet {name}": why for name, why in found.items() if name not in self._families}
 
     @property
     def _families(self) -> dict[str, str]:
         """The families of the models that take each ControlNet."""
-        return {name: model.family.kind for model in self._engine.pool.models.values() for name in model.controlnets}
+        return {name: model.family.kind for model in self.engine.pool.models.values() for name in model.controlnets}
 
 
 def lora_source(images: ImagesSection) -> LoraSource:
@@ -233,19 +232,3 @@ def lora_source(images: ImagesSection) -> LoraSource:
         entries = {name: RemoteEntry(**entry.model_dump()) for name, entry in store.entries.items()}
         return RemoteSource(store.url, entries, cache_folder=store.cache_folder)
     return NoLoras() if folder is None else FolderSource(folder)
-
-
-def wait_for_replicas(services: Mapping[str, ServeReplicas], *, timeout_s: float, poll_s: float = 0.5) -> list[str]:
-    """Wait at most `timeout_s` until every ControlNet has a replica that answers; return the names of those without
-    one.
-
-    All deployments start at once; a placement measured before they are up would stay wrong.
-    """
-    until_s = time.monotonic() + timeout_s
-    missing = list(services)
-    while missing and time.monotonic() < until_s:
-        if services[missing[0]].answer():
-            missing.pop(0)
-        else:
-            time.sleep(poll_s)
-    return missing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from plait_serving.ranking.config import RankExecutor, RankRole
 if TYPE_CHECKING:
     from plait_disagg.package.read import Package
     from plait_disagg.package.sharding import Sharding
-    from plait_disagg.protocols import DenseHalf, ItemStore, SparseHalf
+    from plait_disagg.protocols import DenseHalf, SparseHalf
     from plait_disagg.refresh.live_package import LivePackage
     from plait_disagg.tables.pieces import HeldPieces
     from plait_disagg.tables.protocols import ShardTables
@@ -47,11 +47,6 @@ class OpenedPackage:
         """The version of `dense`, and of the dense half that belongs to `sparse`."""
         return "" if self.live is None else self.live.dense_version
 
-    @property
-    def dense_versions(self) -> Mapping[str, DenseHalf]:
-        """`dense` and the dense halves that were served before it."""
-        return {} if self.live is None else self.live.dense
-
 
 class RankSource(Protocol):
     """A picklable recipe for a model; it travels to the replicas and is opened there."""
@@ -59,12 +54,9 @@ class RankSource(Protocol):
     def open(self, role: RankRole, sharded: ShardedModel | None = None) -> OpenedPackage:
         """Load what the role needs, and nothing else."""
 
-    def items(self) -> ItemStore | None:
-        """Return the items that the model knows by id, for the ingress."""
-
     def package(self) -> Package | None:
-        """Return the package that updates are checked against before they are published; None if it cannot be
-        refreshed."""
+        """Return the package, for the ingress: it knows the items by id, and what updates are checked against before
+        they are published. None: the model has no such items, and cannot be refreshed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +99,6 @@ class PackageSource:
             dense=live.dense.get(live.dense_version),
             live=live,
         )
-
-    def items(self) -> ItemStore | None:
-        """Return the package's items. Raises `PackageError`."""
-        return self.package().items
 
     def package(self) -> Package:
         """Return the folder's package. Raises `PackageError`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
-from plait_serving.deployments.metrics import AllReplicas, answers_of
-from plait_serving.deployments.ranking.package_source import RankModel, RankSource
+from plait_serving.deployments.metrics import AllReplicas, answers_of, ask
+from plait_serving.deployments.ranking.package_source import RankModel
 from plait_serving.deployments.ranking.worker import ServeRanker, wait_until_ready
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
@@ -31,8 +31,10 @@ class RemoteRankingService(LocalRankingService):
         wait_until_ready([ranker.core for ranker in rankers.values()])
         served = {}
         for name, model in models.items():
-            refreshes = ServeRefresh(name, model.source, model.workers, model.hns, model.shards)
-            served[name] = ServedRanker(ranker=rankers[name], items=model.source.items(), refreshes=refreshes)
+            package = model.source.package()
+            refreshes = ServeRefresh(name, package, model.workers, model.hns, model.shards)
+            items = None if package is None else package.items
+            served[name] = ServedRanker(ranker=rankers[name], items=items, refreshes=refreshes)
         super().__init__(served)
         parts = [part for it in models.values() for part in (it.workers, it.hns, *it.shards) if part is not None]
         self._workers = [AllReplicas(part) for part in parts]
@@ -64,29 +66,28 @@ class ServeFleet:
         return self._all("switch_version", version, _SWITCH_TIMEOUT_S)
 
     def _all(self, method: str, argument: str, timeout_s: float) -> Mapping[str, Exception | None]:
-        def ask(what: str, handle: Any) -> Mapping[str, Exception | None]:
+        def outcomes_of(what: str, handle: Any) -> Mapping[str, Exception | None]:
             try:
-                outcomes = handle.broadcast(method, argument).results(timeout_s=timeout_s, return_exceptions=True)
+                outcomes = ask(handle, method, argument, timeout_s=timeout_s)
             except Exception as error:  # Ray's and Serve's errors have no common base
                 return {what: NotPublished(str(error))}
             return {f"{what} {number}": outcome for number, outcome in enumerate(outcomes)}
 
         with ThreadPoolExecutor(len(self._handles)) as threads:  # results() refuses to block where a loop runs
-            found = list(threads.map(ask, self._handles.keys(), self._handles.values()))
+            found = list(threads.map(outcomes_of, self._handles.keys(), self._handles.values()))
         return {what: outcome for some in found for what, outcome in some.items()}
 
 
 class ServeRefresh:
     """A `Refreshes` that publishes to the HNs, if there are any, and to the deployment that the ingress calls."""
 
-    def __init__(self, name: str, source: RankSource, asked: Any, hns: Any, shards: Sequence[Any] = ()) -> None:
+    def __init__(self, name: str, package: Package | None, asked: Any, hns: Any, shards: Sequence[Any]) -> None:
         """Take Serve's handles `asked` and `hns`; `hns` is None if the workers are whole. CNs answer from one version
         of their `shards` only, so these switch together."""
         fleets = [ServeFleet({f"HN of {name}": hns})] if hns is not None else []
         held = {f"shard {number} of {name}": handle for number, handle in enumerate(shards)}
         self._fleets = (*fleets, ServeFleet({f"CN of {name}" if fleets else f"worker of {name}": asked, **held}))
-        self._name = name
-        self._source = source
+        self._name, self._package = name, package
 
     async def refresh(self, update: Path) -> str:
         """Publish the update to both deployments."""
@@ -95,14 +96,9 @@ class ServeRefresh:
     def _publish(self, update: Path) -> str:
         set_threads(1)
         lower_priority()  # requests want the cores
+        if self._package is None:
+            raise NotPublished(f"model {self._name} cannot be refreshed: it is no package")
         try:
             return publish(self._package, update, self._fleets)
         except PackageError as error:
             raise NotPublished(str(error)) from error
-
-    @cached_property
-    def _package(self) -> Package:
-        found = self._source.package()
-        if found is None:
-            raise NotPublished(f"model {self._name} cannot be refreshed: it is no package")
-        return found

@@ -115,13 +115,13 @@ class RankWorker:
         """Start what this role does, and what others reach it by. `reach_hn`: of a CN."""
         knobs = self._plain_knobs
         if self._role == "hn":
-            dense = _there(opened.dense)
+            dense, kept = _there(opened.dense), {} if opened.live is None else opened.live.dense
             hn = HnWorker(
                 card,
                 dense,
                 listeners,
                 dense_version=opened.dense_version,
-                earlier={version: half for version, half in opened.dense_versions.items() if half is not dense},
+                earlier={version: half for version, half in kept.items() if half is not dense},
                 catch_up=self._catch_up,
                 knobs=knobs,
             )

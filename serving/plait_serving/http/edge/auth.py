@@ -84,15 +84,14 @@ def authenticate(
         secret = _password(secret)
     elif scheme.lower() != "bearer":
         secret = ""
+    headers = {} if basic else {"www-authenticate": "Bearer"}
     if not secret.strip():
-        or_basic = ", or HTTP Basic with the key as the password" if basic else ""
-        raise _unauthorized(
-            f"send an API key: Authorization: Bearer KEY{or_basic}", "missing_api_key", invites=not basic
-        )
+        how = "Authorization: Bearer KEY" + (", or HTTP Basic with the key as the password" if basic else "")
+        raise ApiError(401, f"send an API key: {how}", code="missing_api_key", headers=headers)
     digest = _digest(secret.strip())
     found = [key.principal for key in keys if hmac.compare_digest(key.sha256, digest)]
     if not found:
-        raise _unauthorized("the API key is not valid", "invalid_api_key", invites=not basic)
+        raise ApiError(401, "the API key is not valid", code="invalid_api_key", headers=headers)
     return found[0]
 
 
@@ -114,11 +113,6 @@ def has_valid_key(header: str | None, keys: Sequence[ApiKey]) -> bool:
         return False
 
 
-def _unauthorized(message: str, code: str, *, invites: bool) -> ApiError:
-    headers = {"www-authenticate": "Bearer"} if invites else {}
-    return ApiError(401, message, code=code, kind="authentication_error", headers=headers)
-
-
 class AuthMiddleware:
     """Puts the `Principal` into the scope's state before any body is read."""
 
@@ -136,6 +130,12 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
 
+def tenant_in(scope: Scope) -> str:
+    """Return the tenant that a request is of, or nothing where it needs no key."""
+    who: Principal | None = scope.get("state", {}).get("principal")
+    return "" if who is None else who.tenant
+
+
 def principal(request: Request) -> Principal:
     """Return the request's principal; a FastAPI dependency."""
     found = request.state.principal
@@ -147,5 +147,5 @@ def require_admin(request: Request) -> Principal:
     """Return an admin's principal; a FastAPI dependency. Raises a 403 `ApiError` unless the key's role is admin."""
     found = principal(request)
     if found.role is not Role.ADMIN:
-        raise ApiError(403, "this needs a key with the role admin", code="admin_required", kind="permission_error")
+        raise ApiError(403, "this needs a key with the role admin", code="admin_required")
     return found

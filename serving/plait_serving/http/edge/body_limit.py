@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import Overloaded
-from plait_serving.http.edge.auth import Principal
+from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
 MAX_JSON_VALUES = 300_000
@@ -66,8 +66,7 @@ class BodyLimitMiddleware:
         if len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
             raise ApiError(414, f"the query is longer than {MAX_QUERY_BYTES} bytes", code="query_too_long")
         declared = declared_bytes(scope)
-        who: Principal | None = scope.get("state", {}).get("principal")
-        tenant = "" if who is None else who.tenant
+        tenant = tenant_in(scope)
         self._check(tenant, declared, declared)
         received = values = 0
         headers = Headers(scope=scope)
@@ -78,21 +77,19 @@ class BodyLimitMiddleware:
         if counts_values and encoding.strip().lower() != "identity":
             raise ApiError(415, f"send the body as it is, not in {encoding[:20]!r}", code="unsupported_encoding")
 
-        def hold(size: int) -> None:
+        def hold(size: int, of_body: int = 0) -> None:
             nonlocal received
-            self._check(tenant, received, size)
+            self._check(tenant, of_body, size)
             received += size
             self._held_bytes[tenant] += size
 
         async def receive_counted() -> Message:
-            nonlocal received, values
+            nonlocal values
             message = await receive()
             if message["type"] == "http.request":
                 body = message.get("body", b"")
                 try:
-                    self._check(tenant, received + len(body), len(body))
-                    received += len(body)
-                    self._held_bytes[tenant] += len(body)
+                    hold(len(body), received + len(body))
                     if counts_values:
                         values += sum(body.count(mark) for mark in marks if mark in body)  # which is ten times as quick
                     if values > max_marks:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import Scope
 
 from plait_serving.diffusion.errors import Cancelled, EngineError, Overloaded, Refused
@@ -117,10 +117,6 @@ class HttpMetrics:
     def _rank_series_of(self, model: str) -> tuple[Histogram, Mapping[str, Histogram], Counter, Counter]:
         stages = {f"{stage}_ms": self._rank_stage.labels(model, stage) for stage in RANK_STAGES}
         return self._in_ranker.labels(model), stages, self._candidates.labels(model), self._crossed.labels(model)
-
-    def families(self) -> list[Metric]:
-        """Return the metrics."""
-        return list(self.registry.collect())
 
 
 def _route(scope: Scope) -> str:

@@ -22,7 +22,6 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -44,8 +43,11 @@ V2 = "/v2"
 A1111 = "/sdapi/"
 """What the paths of A1111's API begin with."""
 
-_CALLER = "invalid_request_error"
-_SERVER = "server_error"
+_KINDS = {
+    401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error",
+    504: "timeout_error",
+}  # fmt: skip
+"""OpenAI's name for what is wrong, by status; of any other it is the request, or from 500 on the server."""
 
 
 class ErrorDetail(BaseModel):
@@ -73,7 +75,6 @@ class ApiError(Exception):
         message: str,
         *,
         code: str,
-        kind: str = _CALLER,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -81,7 +82,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.code = code
-        self.kind = kind
+        self.kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.param = param
         if param is not None and len(param) > PARAM_MAX_CHARS:
             self.param = param[:PARAM_MAX_CHARS] + "..."
@@ -118,48 +119,35 @@ class ClientDisconnected(Exception):  # it is an event, nobody is left to read a
     """The client closed the connection before its response was ready."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorReply:
-    """How one class of errors is reported. `retry`: None sends no header, else `x-should-retry`; waits are 1..120 s."""
-
-    status: int
-    kind: str
-    retry: bool | None = None
-    param: str | None = None
-
-
 # Most specific first; the first class that matches counts.
-ANSWERS: tuple[tuple[type[engine.EngineError], ErrorReply], ...] = (
-    (engine.NotFound, ErrorReply(status=404, kind=_CALLER)),
-    (engine.RequestError, ErrorReply(status=400, kind=_CALLER)),
-    (engine.Overloaded, ErrorReply(status=429, kind="rate_limit_error", retry=True)),
-    (engine.DeadlineMissed, ErrorReply(status=504, kind="timeout_error", retry=False, param="deadline_ms")),
-    (engine.Refused, ErrorReply(status=503, kind=_SERVER, retry=True)),
-    (engine.Cancelled, ErrorReply(status=499, kind=_CALLER)),
-    (engine.LoraError, ErrorReply(status=422, kind=_CALLER, param="loras")),
-    (engine.ControlNetUnavailable, ErrorReply(status=503, kind=_SERVER, retry=True, param="controlnets")),
-    (engine.NumericalError, ErrorReply(status=500, kind=_SERVER, retry=False)),
-    (engine.OutOfMemory, ErrorReply(status=422, kind=_CALLER, param="size")),
-    (engine.KillsReplicas, ErrorReply(status=422, kind=_CALLER)),
-    (engine.ModelError, ErrorReply(status=500, kind=_SERVER, retry=False)),
-    (engine.EngineStopped, ErrorReply(status=503, kind=_SERVER, retry=True)),
-    (engine.EngineError, ErrorReply(status=500, kind=_SERVER, retry=False)),
+ANSWERS: tuple[tuple[type[engine.EngineError], int, str | None], ...] = (
+    (engine.NotFound, 404, None),
+    (engine.RequestError, 400, None),
+    (engine.Overloaded, 429, None),
+    (engine.DeadlineMissed, 504, "deadline_ms"),
+    (engine.Refused, 503, None),
+    (engine.Cancelled, 499, None),
+    (engine.LoraError, 422, "loras"),
+    (engine.ControlNetUnavailable, 503, "controlnets"),
+    (engine.NumericalError, 500, None),
+    (engine.OutOfMemory, 422, "size"),
+    (engine.KillsReplicas, 422, None),
+    (engine.ModelError, 500, None),
+    (engine.EngineStopped, 503, None),
+    (engine.EngineError, 500, None),
 )
+"""Each error class with its status, and the field that it is about unless it names one."""
 
-RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, ErrorReply], ...] = (
-    (rank.UnknownModel, "model_not_found", ErrorReply(status=404, kind=_CALLER, param="model")),
-    (TooLarge, "body_too_large", ErrorReply(status=413, kind=_CALLER)),
-    (rank.BadInput, "invalid_value", ErrorReply(status=400, kind=_CALLER)),
-    (rank.Busy, "overloaded", ErrorReply(status=429, kind="rate_limit_error", retry=True)),
-    (
-        rank.DeadlinePassed,
-        "deadline_missed",
-        ErrorReply(status=504, kind="timeout_error", retry=False, param="deadline_ms"),
-    ),
-    (rank.WorkerUnavailable, "worker_unavailable", ErrorReply(status=503, kind=_SERVER, retry=True)),
-    (rank.RankError, "rank_failed", ErrorReply(status=500, kind=_SERVER, retry=False)),
+RANK_ANSWERS: tuple[tuple[type[rank.RankError], int, str | None, str], ...] = (
+    (rank.UnknownModel, 404, "model", "model_not_found"),
+    (TooLarge, 413, None, "body_too_large"),
+    (rank.BadInput, 400, None, "invalid_value"),
+    (rank.Busy, 429, None, "overloaded"),
+    (rank.DeadlinePassed, 504, "deadline_ms", "deadline_missed"),
+    (rank.WorkerUnavailable, 503, None, "worker_unavailable"),
+    (rank.RankError, 500, None, "rank_failed"),
 )
-"""Each error class with its code and its reply."""
+"""The same with the code, which these have not themselves."""
 
 _NO_RETRY = {"x-should-retry": "false"}
 _NOT_FOUND_CODES = {
@@ -173,23 +161,23 @@ def wire_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, engine.EngineError):
-        code, answer = next((error.code, answer) for kind, answer in ANSWERS if isinstance(error, kind))
-        usual_s = RETRY_AFTER_DEFAULT_S
+        code, usual_s = error.code, RETRY_AFTER_DEFAULT_S
+        status, param = next((status, param) for kind, status, param in ANSWERS if isinstance(error, kind))
     elif isinstance(error, rank.RankError):
-        code, answer = next((code, answer) for kind, code, answer in RANK_ANSWERS if isinstance(error, kind))
         usual_s = RANK_RETRY_AFTER_S
+        status, param, code = next(answer[1:] for answer in RANK_ANSWERS if isinstance(error, answer[0]))
     else:
         log.error("unexpected error", exc_info=error)
         message = "internal error; the server's log has the details under this request id"
-        return ApiError(500, message, code="internal_error", kind=_SERVER, headers=_NO_RETRY)
-    if answer.status >= 500:
+        return ApiError(500, message, code="internal_error", headers=_NO_RETRY)
+    if status >= 500:
         log.warning("request failed: %s: %s", code, error.message)
-    param = error.param or answer.param
+    param = error.param or param
     if isinstance(error, engine.NotFound) and param is not None:
         code = _NOT_FOUND_CODES.get(param.partition(".")[0], code)
-    headers = _NO_RETRY if answer.retry is False else {}
-    if answer.retry:
+    headers = _NO_RETRY if status in (500, 504) else {}
+    if status in (429, 503):
         told_s = error.retry_after_s
         wait_s = usual_s if told_s is None or not math.isfinite(told_s) else told_s
         headers = {"retry-after": str(math.ceil(min(max(wait_s, 1.0), RETRY_AFTER_MAX_S)))}
-    return ApiError(answer.status, error.message, code=code, kind=answer.kind, param=param, headers=headers)
+    return ApiError(status, error.message, code=code, param=param, headers=headers)

@@ -80,7 +80,7 @@ class OriginMiddleware(CORSMiddleware):
         if answer.status_code < 400:
             return answer
         message = "this server lets no pages of that origin ask so: see server.allowed_origins"
-        return ApiError(403, message, code="origin_not_allowed", kind="permission_error").response("")
+        return ApiError(403, message, code="origin_not_allowed").response("")
 
 
 def _as_browsers_send(origin: str) -> str:
@@ -148,11 +148,11 @@ class HostMiddleware:
             headers = Headers(scope=scope)
             if self._hosts and not self._are_ours(headers.getlist("host")):
                 message = "this server does not answer to that host name: it is not among server.allowed_hosts"
-                raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
+                raise ApiError(403, message, code="host_not_allowed")
             any_page = self._keys and not self._hosts and not scope["path"].startswith(A1111)
             if scope["method"] not in _READING and not any_page and self._is_of_another_page(scope, headers):
                 message = "this server takes no requests from pages of other origins: see server.allowed_origins"
-                raise ApiError(403, message, code="origin_not_allowed", kind="permission_error")
+                raise ApiError(403, message, code="origin_not_allowed")
         await self._app(scope, receive, send)
 
     def _are_ours(self, hosts: Sequence[str]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import islice
@@ -20,12 +19,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from plait_serving.http.edge.auth import Principal
+from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected
 from plait_serving.http.edge.turn_threads import READING
+from plait_serving.ranking.codec import named_twice
 
 MAX_DEADLINE_MS = 24 * 3_600_000
-_LONGEST_NAME = 64
 _MAX_UNKNOWN = 16
 _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed beside the event loop, one after the other (`turn_threads.READING`)."""
@@ -59,8 +58,7 @@ def _parse_long(pieces: list[bytes]) -> Any:
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(members)
     if len(made) < len(members):
-        counts = Counter(name for name, _ in members)
-        name = next(name for name, count in counts.items() if count > 1)[:_LONGEST_NAME]
+        name = named_twice(members)
         raise BodyRefused(ApiError(400, f"{name}: the body has it twice", code="duplicate_field", param=name))
     return made
 
@@ -92,8 +90,7 @@ class _JsonRequest(Request):
     async def _parsed(self, pieces: list[bytes]) -> Any:
         if sum(map(len, pieces)) <= _INLINE_BYTES:
             return _parse_body(pieces)
-        who: Principal | None = self.scope.get("state", {}).get("principal")
-        return await READING.run("" if who is None else who.tenant, partial(_parse_long, pieces))
+        return await READING.run(tenant_in(self.scope), partial(_parse_long, pieces))
 
 
 class JsonRoute(APIRoute):

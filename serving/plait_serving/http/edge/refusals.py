@@ -29,16 +29,8 @@ _MAX_NAMES = 4096
 """Refusals that are remembered. Tenants are few; names that nobody has checked may be many."""
 
 
-@dataclass(frozen=True, slots=True)
-class StandingRefusal(Generic[T]):
-    """A refusal that still stands, and how long ago it was."""
-
-    refusal: T
-    ago_s: float
-
-
 @dataclass(slots=True, kw_only=True)
-class _Refused(Generic[T]):
+class Refused(Generic[T]):
     """Somebody who was refused at `at_s`, and how many may try and have tried since `since_s`, for `try_s`. `held`: how
     many received it since they were counted."""
 
@@ -57,9 +49,9 @@ class RecentRefusals(Generic[T]):
     def __init__(self, monotonic_s: Callable[[], float], *, max_names: int = _MAX_NAMES) -> None:
         self._monotonic_s = monotonic_s
         self._max_names = max_names
-        self._refused: dict[str, _Refused[T]] = {}
+        self._refused: dict[str, Refused[T]] = {}
 
-    def standing(self, name: str) -> StandingRefusal[T] | None:
+    def standing(self, name: str) -> Refused[T] | None:
         """Return the refusal if it was a moment ago, or enough others find out whether it still stands; None: ask."""
         refused = self._refused.get(name)
         if refused is None or refused.tries >= _ENOUGH_TRIES:
@@ -74,15 +66,15 @@ class RecentRefusals(Generic[T]):
             refused.tried += 1
             return None
         refused.held += 1
-        return StandingRefusal(refused.refusal, now_s - refused.at_s)
+        return refused
 
-    def held(self, name: str) -> StandingRefusal[T] | None:
+    def held(self, name: str) -> Refused[T] | None:
         """Return the refusal if it was a moment ago, for those that were let through before it."""
-        refused, now_s = self._refused.get(name), self._monotonic_s()
-        if refused is None or now_s >= refused.since_s:
+        refused = self._refused.get(name)
+        if refused is None or self._monotonic_s() >= refused.since_s:
             return None
         refused.held += 1
-        return StandingRefusal(refused.refusal, now_s - refused.at_s)
+        return refused
 
     def note(self, name: str, refusal: T, *, took_s: float = 0.0) -> None:
         """Remember that somebody was refused, and how long that took."""
@@ -94,7 +86,7 @@ class RecentRefusals(Generic[T]):
                 return
         held = 0 if before is None else before.held
         try_s = min(max(TRY_S, 2.0 * took_s), _MAX_TRY_S)
-        self._refused[name] = _Refused(refusal=refusal, at_s=now_s, since_s=now_s + HELD_S, try_s=try_s, held=held)
+        self._refused[name] = Refused(refusal=refusal, at_s=now_s, since_s=now_s + HELD_S, try_s=try_s, held=held)
 
     def take_held(self, name: str) -> int:
         """Return how many received a refusal since this was asked last."""

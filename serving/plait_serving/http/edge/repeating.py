@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_serving.http.edge.refusals import RecentRefusals, StandingRefusal
+from plait_serving.http.edge.refusals import RecentRefusals, Refused
 from plait_serving.http.edge.request_id import accepted_id
 
 REFUSED_HEADER = "x-plait-refused"
@@ -106,7 +106,7 @@ class RepeatMiddleware:
             passed["headers"].append((_REPEATED, str(held).encode()))
         await self._app(passed, receive, self._noting(name, send))
 
-    async def _refused_on_the_way(self, name: str, path: str) -> StandingRefusal[_Answer] | None:
+    async def _refused_on_the_way(self, name: str, path: str) -> Refused[_Answer] | None:
         """Wait for the request's turn; return the refusal that came before it."""
         wait_s = self._pace.wait_s(name, self._monotonic_s()) if path in PACED_PATHS else 0.0
         while wait_s > 0.0:

@@ -19,10 +19,6 @@ from starlette.types import Receive, Scope, Send
 from plait_serving.http.edge.errors import ClientDisconnected
 from plait_serving.http.edge.feed import until_disconnect
 
-PARTIAL = "image_generation.partial_image"
-COMPLETED = "image_generation.completed"
-EDIT_PARTIAL = "image_edit.partial_image"
-EDIT_COMPLETED = "image_edit.completed"
 PING = b": ping\n\n"
 
 

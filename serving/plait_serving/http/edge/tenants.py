@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plait_serving.http.edge.auth import Principal
+from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError
 
 
@@ -60,14 +60,11 @@ class RateMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises a 429 `ApiError`."""
-        who: Principal | None = scope.get("state", {}).get("principal")
-        bucket = None if who is None else self._buckets.get(who.tenant)
+        tenant = tenant_in(scope)
+        bucket = self._buckets.get(tenant)
         if bucket is not None and scope["type"] == "http":
             wait_s = bucket.take(self._monotonic_s())
             if wait_s > 0.0:
-                assert who is not None
-                raise ApiError(
-                    429, f"tenant {who.tenant!r} sends too many requests per second", code="rate_limited",
-                    kind="rate_limit_error", headers={"retry-after": str(math.ceil(wait_s))},
-                )  # fmt: skip
+                message = f"tenant {tenant!r} sends too many requests per second"
+                raise ApiError(429, message, code="rate_limited", headers={"retry-after": str(math.ceil(wait_s))})
         await self._app(scope, receive, send)

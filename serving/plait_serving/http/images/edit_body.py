@@ -146,20 +146,17 @@ def _objects(field: str, members: Mapping[str, list[Any]]) -> list[dict[str, Any
     return [objects[key] for key in sorted(objects)]
 
 
-def _request_document() -> dict[str, Any]:
-    file = {"type": "string", "format": "binary"}
-    text = {"type": "string", "description": "JSON, as in a JSON body"}
-    properties = {**_SCHEMA["properties"], "image": file, "mask": file, "loras": text, "controlnets": text}
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": _SCHEMA},
-                _FORM: {"schema": {**_SCHEMA, "title": "EditForm", "properties": properties}},
-            },
-        }
+_FILE = {"type": "string", "format": "binary"}
+_TEXT = {"type": "string", "description": "JSON, as in a JSON body"}
+_OF_FORMS = {**_SCHEMA["properties"], "image": _FILE, "mask": _FILE, "loras": _TEXT, "controlnets": _TEXT}
+
+EDIT_REQUEST = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": _SCHEMA},
+            _FORM: {"schema": {**_SCHEMA, "title": "EditForm", "properties": _OF_FORMS}},
+        },
     }
-
-
-EDIT_REQUEST = _request_document()
+}
 """The request of an edit for the OpenAPI document."""

@@ -1,5 +1,5 @@
 """`POST /v1/images/generations` and `/v1/images/edits`: OpenAI's image API with LoRA sets, ControlNets and seeds per
-request."""
+request; and `/v1/images/control_maps`: what a ControlNet would see of an image, without making one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from plait_serving.diffusion.errors import DeadlineMissed, NotFound, Overloaded
+from plait_serving.diffusion.errors import DeadlineMissed, EngineError, NotFound, Overloaded
 from plait_serving.diffusion.request_fields import echoed
 from plait_serving.diffusion.values import (
     Event,
@@ -37,15 +37,24 @@ from plait_serving.http.edge.counters import MODEL
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
-from plait_serving.http.edge.refusals import StandingRefusal
+from plait_serving.http.edge.refusals import Refused
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
 from plait_serving.http.edge.request_id import ENDED
 from plait_serving.http.edge.turn_threads import READING
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.resolve import hints, resolve
 from plait_serving.http.images.results import Keep, keeper
-from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
-from plait_serving.images.codec import encode_image
+from plait_serving.http.images.schemas import (
+    ControlMapBody,
+    ControlMapResponse,
+    ControlNetBody,
+    EditBody,
+    EditResponse,
+    GenerationBody,
+    GenerationResponse,
+    TimingsBody,
+)
+from plait_serving.images.codec import OutputFormat, encode_image
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import BaseModelCard, Catalog
 
@@ -65,7 +74,7 @@ class RefusingRoute(JsonRoute):
                 context.metrics.observe_repeated(request.scope, count)
                 _log.info("tenant %s: %d more requests were refused in the proxy", tenant, count)
             if (standing := context.refusals.standing(tenant)) is not None:
-                refused = _still(standing)
+                refused = _still(standing, context.monotonic_s())
                 context.metrics.observe_failure(refused)
                 return _marked(refused, request)
             began_s = context.monotonic_s()
@@ -83,17 +92,10 @@ class _StillRefused(Overloaded):
     """A refusal of before, which is not news."""
 
 
-def check_again(context: RouteContext, tenant: str) -> None:
-    """Raise the tenant's refusal if there was one since its request was let through: of many that come at once, the
-    first speaks for the others."""
-    if (held := context.refusals.held(tenant)) is not None:
-        raise _still(held)
-
-
-def _still(standing: StandingRefusal[Overloaded]) -> _StillRefused:
+def _still(standing: Refused[Overloaded], now_s: float) -> _StillRefused:
     """Return a refusal with what is left of its time."""
     error = standing.refusal
-    left_s = None if error.retry_after_s is None else max(0.0, error.retry_after_s - standing.ago_s)
+    left_s = None if error.retry_after_s is None else max(0.0, error.retry_after_s - (now_s - standing.at_s))
     return _StillRefused(error.message, param=error.param, retry_after_s=left_s)
 
 
@@ -104,6 +106,8 @@ def _marked(error: Overloaded, request: Request) -> Response:
 
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=RefusingRoute)
+reading = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
+"""The routes that make no images, only what a model would read."""
 
 _STREAM_CONTENT = {
     "text/event-stream": {"schema": {"type": "string", "description": "with stream: true; OpenAI's events"}}
@@ -256,7 +260,9 @@ async def resolved(body: GenerationBody, request: Request, context: RouteContext
 
 
 async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
-    check_again(context, principal(request).tenant)
+    # Of many that come at once the first that is refused speaks for the others, which were let through before it.
+    if (held := context.refusals.held(principal(request).tenant)) is not None:
+        raise _still(held, context.monotonic_s())
     asked = await accepted(body, catalog, request, context)
     model = catalog.base(asked.model) or catalog.model
     request.scope["state"][MODEL] = model.name
@@ -275,12 +281,32 @@ async def accepted(body: GenerationBody, catalog: Catalog, request: Request, con
         preprocessors=context.settings.preprocessors,
         decode_limits=context.settings.decode_limits,
         tenant=tenant,
-        allowed=context.limits_of(tenant),
+        allowed=context.settings.tenants.get(tenant),
     )
     if body.controlnets or isinstance(body, EditBody):
         return await context.decoder.run(tenant, work)
     # marks may take some 10 ms to read
     return await READING.run(tenant, work) if body.prompt_syntax == "a1111" else work()
+
+
+@reading.post("/control_maps", summary="What a ControlNet would see")
+async def control_map(body: ControlMapBody, request: Request, context: ContextDep) -> ControlMapResponse:
+    """Return the map that a generation with this entry of `controlnets` would use: stretched to the output's size, and
+    with `preprocess` made from an ordinary image."""
+    catalog = await context.image_service.catalog(anew=True)
+    control = ControlNetBody(name=body.name, image=body.image, preprocess=body.preprocess)
+    wanted: dict[str, Any] = {"size": body.size, "num_inference_steps": 1, "controlnets": [control]}
+    takes = (card.name for card in catalog.models if card.controlnets is None or body.name in card.controlnets)
+    generation = GenerationBody(prompt="-", model=next(takes, None), **wanted)
+    try:
+        asked = await accepted(generation, catalog, request, context)
+        encode = partial(encode_image, asked.controlnets[0].image, OutputFormat.PNG)
+        encoded = await context.workers.run(asked.tenant.name, encode)
+    except EngineError as error:
+        if error.param is not None:
+            error.param = error.param.removeprefix("controlnets.0.")
+        raise
+    return ControlMapResponse(b64_json=base64_of(encoded), size=f"{asked.width}x{asked.height}")
 
 
 def base64_of(encoded: bytes) -> str:
@@ -308,21 +334,13 @@ class ImageReply:
 
     def partial_event(self, preview: Preview, *, created: int) -> bytes:
         """Return OpenAI's event for a partial image."""
-        return sse.event(
-            sse.EDIT_PARTIAL if isinstance(self.body, EditBody) else sse.PARTIAL,
-            {
-                "b64_json": base64_of(self.encoded(preview.image, None)),
-                "partial_image_index": preview.index,
-                **self._event_fields(created),
-            },
-        )
+        encoded = base64_of(self.encoded(preview.image, None))
+        return self._event("partial_image", created, {"b64_json": encoded, "partial_image_index": preview.index})
 
     def completed_event(self, result: ImageResult, *, created: int) -> bytes:
         """Return OpenAI's event for the finished image, with everything that the plain response contains."""
-        fields = {**self._event_fields(created), **self._facts(result), "id": self.http_id}
         image = {**self._shown(result.images[0], 0, None), "flagged": result.flagged[0]}
-        kind = sse.EDIT_COMPLETED if isinstance(self.body, EditBody) else sse.COMPLETED
-        return sse.event(kind, {**image, **fields})
+        return self._event("completed", created, image, **self._facts(result), id=self.http_id)
 
     def _shown(self, image: RgbImage, index: int, keep: Keep | None) -> dict[str, str]:
         encoded = self.encoded(image, index)
@@ -342,15 +360,17 @@ class ImageReply:
         """Return what may not be meant as it was written. None: there are no images."""
         return [*hints(self.body, self.model.terms), *(() if result is None else result.hints)]
 
-    def _event_fields(self, created: int) -> dict[str, object]:
-        """Return what OpenAI's events always carry."""
-        return {
+    def _event(self, kind: str, created: int, image: dict[str, object], **more: object) -> bytes:
+        """Return an event of an image, with what OpenAI's always carry."""
+        fields = {
             "created_at": created,
             "size": f"{self.request.width}x{self.request.height}",
             "quality": "auto",
             "background": "opaque",
             "output_format": self.body.format.value,
         }
+        about = "image_edit" if isinstance(self.body, EditBody) else "image_generation"
+        return sse.event(f"{about}.{kind}", {**image, **fields, **more})
 
     def _facts(self, result: ImageResult) -> dict[str, object]:
         """Return what is needed to make the same images again, and where the time went."""
@@ -365,10 +385,7 @@ class ImageReply:
             **({} if request.edit is None else echoed(request.edit)),
             "lora_policy": result.lora_policy.value,
             "lora_free_steps": result.lora_free_steps,
-            "timings": {
-                stage: round(getattr(timings, f"{stage}_s"), 6)
-                for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
-            },
+            "timings": {stage: round(getattr(timings, f"{stage}_s"), 6) for stage in TimingsBody.model_fields},
             "ignored": self.body.ignored,
             "hints": self.hints(result),
         }

@@ -138,6 +138,22 @@ class GenerationBody(GivenFields):
         return names
 
 
+class ControlMapBody(StrictBody):
+    """`POST /v1/images/control_maps`: the members of an entry of `controlnets` that its map depends on."""
+
+    name: Name
+    image: str = Field(min_length=1, repr=False, description="base64 or a data URL of a PNG, JPEG or WebP")
+    preprocess: Annotated[bool | str, BeforeValidator(bool_or_name)] = True
+    size: OutputSize | None = Field(None, description="of the output; unset: the first model's that takes it")
+
+
+class ControlMapResponse(BaseModel):
+    """The map as a PNG of the output's size."""
+
+    b64_json: str
+    size: str
+
+
 ImageFile = Annotated[str | bytes, PlainValidator(_upload), WithJsonSchema({"type": "string", "minLength": 1})]
 """Base64 (or a data URL) of a PNG, JPEG or WebP; in a form the file itself."""
 

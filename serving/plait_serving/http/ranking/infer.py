@@ -124,11 +124,9 @@ async def _read(receive: Receive) -> bytes:
 
 
 async def _send(send: Send, payload: bytes, json_length: int | None) -> None:
-    headers = [(b"content-length", b"%d" % len(payload))]
-    if json_length is None:
-        headers.append((b"content-type", b"application/json"))
-    else:
-        headers.append((b"content-type", b"application/octet-stream"))
+    kind = b"application/json" if json_length is None else b"application/octet-stream"
+    headers = [(b"content-length", b"%d" % len(payload)), (b"content-type", kind)]
+    if json_length is not None:
         headers.append((HEADER_LENGTH.encode(), b"%d" % json_length))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": payload})

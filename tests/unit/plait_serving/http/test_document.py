@@ -152,7 +152,7 @@ def test_the_document_is_built_once() -> None:
 
 def test_whatever_the_engine_raises_is_documented(document: dict[str, Any]) -> None:
     """With its retry-after where one is promised."""
-    for error in (*(kind("x") for kind, _ in ANSWERS if kind is not Cancelled), ValueError("x")):
+    for error in (*(kind("x") for kind, *_ in ANSWERS if kind is not Cancelled), ValueError("x")):
         answer = app_with(FakeImageService(failures={"fails": error})).post(IMAGES, json={"prompt": "fails"})
         described = document["paths"][IMAGES]["post"]["responses"][str(answer.status_code)]
         assert ("retry-after" in answer.headers) == ("retry-after" in described["headers"]), error

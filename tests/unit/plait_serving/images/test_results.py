@@ -154,4 +154,4 @@ def test_a_configuration_that_leads_nowhere_is_refused(section, message):
 def test_a_relative_folder_is_that_of_its_file():
     """As everywhere in plait.yaml."""
     section = ResultsSection.model_validate({"folder": "kept"}, context={"folder": Path("/srv/plait")})
-    assert section.place == "/srv/plait/kept"
+    assert section.folder == Path("/srv/plait/kept")

@@ -211,9 +211,7 @@ def test_large_tensors_are_drawn_in_pieces(tmp_path, monkeypatch):
     )
     pieces = []
     for name, tensors in (("both", [first, second]), ("one", [second])):
-        write_tensors(
-            tmp_path / name, tensors, seed=1, dtype=DtypeName.FLOAT32, metadata={"format": "pt"}, wrote=pieces.append
-        )
+        pieces += write_tensors(tmp_path / name, tensors, seed=1, dtype=DtypeName.FLOAT32, metadata={"format": "pt"})
     both, one = load_file(tmp_path / "both"), load_file(tmp_path / "one")
     assert torch.equal(both["b"], one["b"])
     assert torch.equal(both["a"], torch.ones(3))

@@ -40,12 +40,16 @@ CASES = [
 ]
 
 
+KINDS = {429: "rate_limit_error", 504: "timeout_error"}
+
+
 @pytest.mark.parametrize(("error", "status", "param", "code", "headers"), CASES, ids=lambda value: type(value).__name__)
 def test_every_error_has_its_answer(error, status, param, code, headers):
     """Status, param, code and retry headers of each error class are as the table says."""
     wire = wire_error(error)
     assert (wire.status, wire.param, wire.code, dict(wire.headers)) == (status, param, code, headers)
-    assert json.loads(wire.body) == {"error": {"message": "m", "type": wire.kind, "param": param, "code": code}}
+    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    assert json.loads(wire.body) == {"error": {"message": "m", "type": kind, "param": param, "code": code}}
 
 
 @pytest.mark.parametrize(
