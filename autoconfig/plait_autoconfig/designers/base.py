@@ -44,7 +44,7 @@ class CellDesigner(ABC):
         self._open = np.ones(len(self.cells), bool)
         self._invalid: dict[Hashable, int] = {}
         self._pending: set[Hashable] = set()
-        self._trials: list[Trial] = []
+        self.trials: list[Trial] = []  # all that were told, in order
 
     @abstractmethod
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
@@ -59,14 +59,9 @@ class CellDesigner(ABC):
         """All cells as numbers, (N, D); see `Space.encode`."""
         return self.space.encode(self.cells)
 
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        """All trials passed to `tell`, in order."""
-        return tuple(self._trials)
-
     def observed(self) -> tuple[Cell, ...]:
         """Return the results by cell, repeats averaged, including configurations outside the (sampled) cells."""
-        return cells_of(self._trials)
+        return cells_of(self.trials)
 
     def pending(self) -> tuple[int, ...]:
         """Return the cells that were asked for and have no trial yet, ascending."""
@@ -99,7 +94,7 @@ class CellDesigner(ABC):
         self.objective.excesses(trial.outcome)
         key = self.space.key(config)
         known = replace(trial, config=config)
-        self._trials.append(known)
+        self.trials.append(known)
         self._pending.discard(key)
         index = self._index.get(key)
         if index is not None:

@@ -30,7 +30,6 @@ from plait_autoconfig.surrogate.pooling import pool
 from plait_autoconfig.surrogate.posterior import (
     Posterior,
     TrialData,
-    best_known,
     expected_improvement,
     expected_regret,
     infer,
@@ -122,12 +121,9 @@ class PlaitDesigner(SobolDesigner):
         margins = TrialData(index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=NOISE)
         margin = infer(back.margin, margins, rng)
         kept = index[np.array([self.objective.feasible(each) for each in outcomes], bool)]
-        return Beliefs(
-            loss=loss,
-            unit=unit,
-            feasible=probability_above(margin, 0.0),
-            best=best_known(loss, kept) if kept.size else None,
-        )
+        # Of the means, from which the noise is filtered out: a lucky measurement does not become the value to beat.
+        best = loss.means[:, kept].min(1) if kept.size else None
+        return Beliefs(loss=loss, unit=unit, feasible=probability_above(margin, 0.0), best=best)
 
     def expected_regret(self) -> float:
         """Return how much worse the best known cell is expected to be than the best of all, as a share of its loss.
@@ -280,6 +276,10 @@ def _standardised(values: Floats) -> Floats:
     return np.asarray((values - known.mean()) / (known.std() or 1.0))
 
 
+_controller = cache(ThreadpoolController)
+"""Finding the libraries takes milliseconds."""
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Limit numpy, scipy, scikit-learn and torch to one thread in this block, then restore the previous limits."""
@@ -293,9 +293,3 @@ def one_thread() -> Iterator[None]:
     finally:
         if torch is not None:
             torch.set_num_threads(before)
-
-
-@cache
-def _controller() -> ThreadpoolController:
-    """Return the controller; finding the libraries takes milliseconds, so it is cached."""
-    return ThreadpoolController()

@@ -21,9 +21,9 @@ from pydantic_core import from_json, to_json
 from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
-from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, MeasurerSource, Say, TuningSubject
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, MeasurerSource, Say
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, FailureKind, TrialOutcome
+from plait_autoconfig.values import Config, FailureKind, TrialOutcome, TuningSubject
 
 _TICK_S = 0.2
 _TAIL_BYTES = 4000

@@ -8,14 +8,47 @@ import numpy as np
 
 from plait_loadtest.distributions import Floats, cumulative
 from plait_loadtest.mix.chunks import CHUNK, Chunks
-from plait_loadtest.mix.images import ImageRequests
+from plait_loadtest.mix.images import ImageRequests, read_file
 from plait_loadtest.mix.infer import InferRequests
-from plait_loadtest.mix.raw import RawRequests
-from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, Scenario
+from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, RawClass, Scenario
 from plait_loadtest.seeds import Numbered, Stream
 from plait_loadtest.values import Mix, PreparedRequest
 
 __all__ = ["RequestMix"]
+
+_MARK = "{index}"
+
+
+class RawRequests:
+    """Builds the requests of one class of arbitrary ones: method, path and body as written, but `{index}` becomes the
+    request's number. One without it is the same object each time."""
+
+    def __init__(self, spec: RawClass, target: LoadTarget) -> None:
+        self._method = spec.method
+        self._path = (spec.path or target.path or "/").split(_MARK)
+        body = read_file("body_file", spec.body_file) if spec.body_file else spec.body.encode()
+        self._body = body.split(_MARK.encode())
+        more = tuple((name.lower(), value) for name, value in spec.headers.items())
+        self._headers = ((("content-type", spec.content_type),) if self._body != [b""] else ()) + more
+        self._constant = self._prepare(0) if len(self._path) == len(self._body) == 1 else None
+
+    def build(self, index: int) -> PreparedRequest:
+        """Return the request with its number filled in."""
+        return self._constant or self._prepare(index)
+
+    def _prepare(self, index: int) -> PreparedRequest:
+        number = str(index)
+        return PreparedRequest(
+            method=self._method,
+            path=number.join(self._path),
+            headers=self._headers,
+            body=number.encode().join(self._body),
+        )
+
+    def asked(self, index: int) -> int:  # noqa: ARG002
+        """Return 0: what an answer should hold is the scenario's to say (`target.check`)."""
+        return 0
+
 
 ClassRequests: TypeAlias = ImageRequests | InferRequests | RawRequests
 

@@ -15,11 +15,11 @@ from plait_autoconfig.designers import make_designer
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.state import Interval
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
-from plait_autoconfig.objective import Objective, maximise
+from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.report import charts, figures
 from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
+from plait_autoconfig.report.figures import knob_importance
 from plait_autoconfig.report.formatting import change_text, gain_words, metric_title, with_unit
-from plait_autoconfig.report.importance import knob_importance
 from plait_autoconfig.report.page import report_page
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, cells_of
@@ -206,7 +206,7 @@ SPACE = Space((
     ChoiceKnob(name="kind", values=("a", "b")),
     IntKnob(name="inner", low=0, high=1, when={"kind": ("a",)}),
 ))  # fmt: skip
-GOOD = Objective((maximise("good"),))
+GOOD = Objective((Goal("good", "max"),))
 
 
 def measured(configs, outcome):
@@ -262,7 +262,7 @@ def test_importance_is_that_of_the_known_surface(designer, loss):
 
 def test_importance_for_several_goals_is_the_mean_and_failures_say_nothing():
     """One goal depends on one knob, the other on another: half for each, and nothing for one that is often inactive."""
-    two = Objective((maximise("good"), maximise("quick")))
+    two = Objective((Goal("good", "max"), Goal("quick", "max")))
     crash = TrialOutcome.failed(FailureKind.CRASH)
     cells = measured(
         SPACE.cells(),
