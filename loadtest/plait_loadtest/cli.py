@@ -238,8 +238,8 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool, within_min: 
 
 @contextmanager
 def live_line(total_s: float | None) -> Iterator[OnProgress]:
-    """Yield the function that shows progress on stderr while the block runs; silent where that is no terminal. `total_s`:
-    of the whole run, if known."""
+    """Yield the function that shows progress on stderr while the block runs; silent where that is no terminal.
+    `total_s`: of the whole run, if known."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -18,7 +18,7 @@ from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Cell, Config, Trial, cells_of
+from plait_autoconfig.values import Config, Trial
 
 MAX_INVALID = 2
 """The number of invalid measurements after which a cell is given up."""
@@ -58,10 +58,6 @@ class CellDesigner(ABC):
     def features(self) -> NDArray[np.float64]:
         """All cells as numbers, (N, D); see `Space.encode`."""
         return self.space.encode(self.cells)
-
-    def observed(self) -> tuple[Cell, ...]:
-        """Return the results by cell, repeats averaged, including configurations outside the (sampled) cells."""
-        return cells_of(self.trials)
 
     def pending(self) -> tuple[int, ...]:
         """Return the cells that were asked for and have no trial yet, ascending."""

@@ -43,4 +43,5 @@ class Designer(Protocol):
 
 
 MakesDesigner: TypeAlias = Callable[..., Designer]
-"""The constructor of a designer, with the arguments of `designers.make_designer` but for the name."""
+"""The constructor of a designer: of space and objective, `seed`, `library` (past runs of other services, usable or not)
+and `context`, as `CellDesigner` has them."""

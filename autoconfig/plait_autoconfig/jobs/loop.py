@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from plait_autoconfig.designers import make_designer, maker_of
+from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
@@ -172,8 +172,7 @@ class _JobWorker:
         for sentence in warnings:
             self._say("note", sentence)
         known = {each.name: getattr(subject, each.name) for each in fields(subject)}
-        designer = make_designer(
-            self._spec.designer.name,
+        designer = maker_of(self._spec.designer.name)(
             self._spec.space,
             self._spec.goal,
             seed=self._spec.seed,

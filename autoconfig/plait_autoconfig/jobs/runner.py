@@ -217,7 +217,7 @@ def _ends_within(pid: int, limit_s: float) -> bool:
     return True
 
 
-def last_lines(log: Path, start: int, *, count: int = 3) -> str:
+def last_lines(log: Path, start: int) -> str:
     """Return the last lines written to the log since `start` (bytes)."""
     try:
         with log.open("rb") as file:
@@ -225,7 +225,7 @@ def last_lines(log: Path, start: int, *, count: int = 3) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-count:])
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-3:])
 
 
 def _size(path: Path) -> int:

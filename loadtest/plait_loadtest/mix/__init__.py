@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import numpy as np
-
-from plait_loadtest.distributions import Floats, cumulative
-from plait_loadtest.mix.chunks import CHUNK, Chunks
+from plait_loadtest.distributions import Floats
+from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
 from plait_loadtest.mix.images import ImageRequests, read_file
 from plait_loadtest.mix.infer import InferRequests
 from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, RawClass, Scenario
@@ -59,7 +57,7 @@ class RequestMix(Mix):
 
     def __init__(self, scenario: Scenario) -> None:
         self._names = tuple(spec.name for spec in scenario.mix)
-        self._sums = cumulative([spec.weight for spec in scenario.mix])
+        self._kind = WeightedChoice(dict(enumerate(spec.weight for spec in scenario.mix)))
         self._kinds = Chunks(Numbered(scenario.seed, Stream.MIX), 1, self._draw_kinds)
         self._requests = [
             _requests(spec, scenario.target, scenario.seed, position) for position, spec in enumerate(scenario.mix)
@@ -83,7 +81,7 @@ class RequestMix(Mix):
         return self._requests[self.kind(index)].asked(index)
 
     def _draw_kinds(self, uniforms: Floats) -> list[int]:
-        return [int(kind) for kind in np.searchsorted(self._sums, uniforms[:, 0], side="right").tolist()]
+        return self._kind.pick(uniforms[:, 0])
 
 
 def _requests(spec: MixClass, target: LoadTarget, seed: int, position: int) -> ClassRequests:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from plait_autoconfig.designers import make_designer
+from plait_autoconfig.designers import maker_of
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.state import Interval
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
@@ -250,7 +250,7 @@ def main_effects(loss):
 )
 def test_importance_is_that_of_the_known_surface(designer, loss):
     """From 14 trials with noise of 5 %, also of a search, whose trials soon agree in the knob that matters."""
-    rng, asking, trials = np.random.default_rng(0), make_designer(designer, TUNED, GOOD, seed=0), []
+    rng, asking, trials = np.random.default_rng(0), maker_of(designer)(TUNED, GOOD, seed=0), []
     for number in range(14):
         config = asking.ask()
         outcome = TrialOutcome.measured(good=float(np.exp(-loss(config) + 0.05 * rng.standard_normal())))

@@ -9,7 +9,7 @@ from scipy.stats import multivariate_normal
 from plait_autoconfig.objective import Goal, Limit, Objective
 from plait_autoconfig.surrogate import posterior
 from plait_autoconfig.surrogate.background import Background, margin_background, no_background
-from plait_autoconfig.surrogate.pooling import PastSource, pool
+from plait_autoconfig.surrogate.pooling import PastSource, margins, pool
 from plait_autoconfig.surrogate.posterior import (
     Posterior,
     TrialData,
@@ -20,7 +20,6 @@ from plait_autoconfig.surrogate.posterior import (
     matern_between,
     probability_above,
 )
-from plait_autoconfig.surrogate.reading import margins
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
 CELLS = np.stack(np.meshgrid(np.linspace(0, 1, 6), np.linspace(0, 1, 5), indexing="ij"), -1).reshape(-1, 2)
