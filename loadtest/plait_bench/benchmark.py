@@ -7,14 +7,13 @@ open system is a *subject*, which is measured once in each round. What a subject
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Self, TypeAlias
@@ -23,9 +22,6 @@ from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 
 Say: TypeAlias = Callable[[str], None]
 """Receives progress messages, one line each."""
-
-WHOLE = ("",)
-"""The layouts of a system that offers no choice."""
 
 RATIO = "ratio"
 """The unit of a row that compares two systems, round by round."""
@@ -133,7 +129,7 @@ class Workload:
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the layouts that the system offers."""
-        return WHOLE
+        return ("",)
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
@@ -166,10 +162,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Workloads. `session`: holds what they share."""
+    """Workloads."""
 
     workloads: tuple[Workload, ...]
-    session: Callable[[Say], AbstractContextManager[None]] = field(default=lambda _: nullcontext())
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -179,7 +174,7 @@ def percentile(values: Sequence[float], share: float) -> float:
         raise ValueError("no values")
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
-    low = math.floor(place)
+    low = int(place)
     high = min(low + 1, len(ordered) - 1)
     if ordered[low] == ordered[high]:  # of two that are infinite nothing can be subtracted
         return ordered[low]
@@ -194,8 +189,7 @@ def readings(values: Mapping[str, float], **more: str) -> list[Reading]:
 def chosen(asked: Sequence[str], there: Sequence[str], what: str) -> tuple[str, ...]:
     """Return those of `there` that were asked for, or all. Raises `BenchError` naming any that do not exist."""
     if unknown := sorted(set(asked) - set(there)):
-        verb = "is" if len(there) == 1 else "are"
-        raise BenchError(f"there is no {what} {unknown[0]!r}; there {verb} {', '.join(there)}")
+        raise BenchError(f"there is no {what} {unknown[0]!r}; there are {', '.join(there)}")
     return tuple(name for name in there if not asked or name in asked)
 
 

@@ -95,10 +95,8 @@ def wake_us() -> float:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout."""
 
 UNKNOWN = "unknown"
-"""The commit when the benchmark runs outside a checkout."""
 
 PACKAGE_FOLDERS = ("autoconfig", "deploy", "disagg", "kernels", "loadtest", "serving")
 """The folders from which a benchmark could import a file that git does not track."""

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, chosen, readings
+from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, readings, selected
 from plait_bench.errors import Disagreement, SystemUnavailable
+from plait_kernels.devices import default_device, synchronize
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
 from plait_kernels.lora_merge import Term
@@ -63,7 +64,6 @@ class OperatorCase:
     """
 
     name: str
-    op: str
     moved: int
     make: Make
     plait: Form
@@ -79,7 +79,6 @@ def cases(device: str) -> list[OperatorCase]:
     geglus = [("sdxl", size) for size in _SDXL_GEGLUS] + [("sd15", size) for size in _SD15_GEGLUS]
     found = [_geglu(model, *size) for model, size in geglus[: 1 if small else None]]
     found += [_norm(model, *size) for model, size in (norms[2:3] if small else norms)]
-    found += [_norm(model, *size, last=False) for model, size in (norms[2:3] if small else norms[:6:2])]
     found += [_residuals("sdxl", *size) for size in ((640, 64), (320, 128))[: 1 if small else 2]]
     found += [_norm(model, *size, bare=True) for model, size in ([] if small else norms[2:5:2])]
     return found + ([_merge(_MERGED_WIDTH), *(_lookup(*size) for size in _LOOKUPS)] if small else [])
@@ -92,7 +91,6 @@ def _geglu(model: str, tokens: int, width: int) -> OperatorCase:
 
     return OperatorCase(
         name=f"geglu-{model}-{tokens}x{width}",
-        op="geglu",
         moved=3 * _ROWS * tokens * width,
         make=lambda device, dtype: (torch.randn(_ROWS, tokens, 2 * width, device=device, dtype=dtype),),
         plait=lambda x: load("geglu", x.device.type, x.dtype)(x),
@@ -100,15 +98,14 @@ def _geglu(model: str, tokens: int, width: int) -> OperatorCase:
     )
 
 
-def _norm(model: str, channels: int, edge: int, *, last: bool = True, bare: bool = False) -> OperatorCase:
+def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> OperatorCase:
     """ResnetBlock2D's second half: time embedding, norm, SiLU. `bare`: Transformer2DModel's norm, nothing before it or
-    after it. `last`: channels come last."""
+    after it."""
 
     def make(device: str, dtype: torch.dtype) -> Arguments:
-        x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype)
-        layout = torch.channels_last if last else torch.contiguous_format
+        x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype).to(memory_format=torch.channels_last)
         vectors = [(channels,), (channels,), (_ROWS, channels)][: 2 if bare else 3]
-        return x.to(memory_format=layout), *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
+        return x, *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
 
     def plait(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
         per_group = channels // _GROUPS
@@ -121,8 +118,7 @@ def _norm(model: str, channels: int, edge: int, *, last: bool = True, bare: bool
         return functional.silu(functional.group_norm(x + time[0][:, :, None, None], _GROUPS, weight, bias, 1e-5))
 
     return OperatorCase(
-        name=f"group-norm-{'' if bare else 'silu-'}{model}-{channels}x{edge}{'' if last else '-contiguous'}",
-        op="group_norm_silu",
+        name=f"group-norm-{'' if bare else 'silu-'}{model}-{channels}x{edge}",
         moved=2 * _ROWS * channels * edge * edge,
         make=make,
         plait=plait,
@@ -152,7 +148,6 @@ def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
 
     return OperatorCase(
         name=f"residual-add-{model}-{channels}x{edge}",
-        op="residual_add",
         moved=5 * _ROWS * channels * edge * edge,
         make=make,
         plait=plait,
@@ -186,7 +181,6 @@ def _merge(width: int) -> OperatorCase:
 
     return OperatorCase(
         name=f"lora-merge-sd15-{width}",
-        op="lora_merge",
         moved=2 * width * width,
         make=make,
         plait=plait,
@@ -200,7 +194,6 @@ def _lookup(bags: int, ids: int) -> OperatorCase:
     stored = _TABLE_WIDTH + SCALE_AND_BIAS_BYTES
     return OperatorCase(
         name=f"int8-lookup-{bags}x{ids}",
-        op="int8_lookup",
         moved=(bags * ids * (stored + 8) + 4 * bags * _TABLE_WIDTH) // 4,
         make=lambda *_: (torch.randint(_TABLE_ROWS, (bags * ids,)), torch.arange(0, bags * ids + 1, ids)),
         plait=lambda ids, offsets: load("int8_lookup", "cpu", torch.float32)(_stored(), ids, offsets),
@@ -249,24 +242,29 @@ def _fbgemm() -> Form:
 
 
 class DeviceTimer:
-    """Seconds per call of a list of calls, each on inputs of its own: wall-clock time on this process's cores."""
+    """Seconds per call of a list of calls, each on inputs of its own, by the wall clock."""
 
-    device, dtype, name = "cpu", torch.float32, "CPU, float32"
+    def __init__(self, device: str) -> None:
+        self.device, self.on_gpu = device, device == "cuda"
+        self.dtype = torch.float16 if self.on_gpu else torch.float32
+        self.name = f"{torch.cuda.get_device_name()}, float16" if self.on_gpu else "CPU, float32"
 
     def prepare(self, calls: Sequence[Callable[[], object]]) -> Call:
-        """Return one call that makes them all."""
+        """Return one call that makes them all; on a GPU it is captured in a CUDA graph."""
 
         def run() -> None:
             for call in calls:
                 call()
 
-        return run
+        return CudaCapture(torch.device(self.device))(run).replay if self.on_gpu else run
 
     def elapsed_s(self, run: Call, times: int) -> float:
-        """Return how long `times` runs take."""
+        """Return how long `times` runs take, the device's work included."""
+        synchronize(torch.device(self.device))
         began_s = time.perf_counter()
         for _ in range(times):
             run()
+        synchronize(torch.device(self.device))
         return time.perf_counter() - began_s
 
     def sets(self, nbytes: int) -> int:
@@ -278,30 +276,6 @@ class DeviceTimer:
         once_s = max(self.elapsed_s(run, 1), 1e-6)
         times = max(1, int(_ROUND_S / once_s))
         return self.elapsed_s(run, times) / times / calls
-
-
-class CudaTimer(DeviceTimer):
-    """Device time between two events."""
-
-    device, dtype = "cuda", torch.float16
-
-    def __init__(self) -> None:
-        self.name = f"{torch.cuda.get_device_name()}, float16"
-
-    def prepare(self, calls: Sequence[Callable[[], object]]) -> Call:
-        """Capture the calls in one CUDA graph."""
-        return CudaCapture(torch.device(self.device))(super().prepare(calls)).replay
-
-    def elapsed_s(self, run: Call, times: int) -> float:
-        """Time by events around the runs."""
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        began.record()
-        for _ in range(times):
-            run()
-        ended.record()
-        torch.cuda.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
 
 
 class OperatorWorkload(Workload):
@@ -378,10 +352,6 @@ def _compiles(device: str) -> bool:
 
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
-    """Make the benchmark of all cases, or of those whose operator or name was given. Raises `BenchError`."""
-    clock = CudaTimer() if torch.cuda.is_available() else DeviceTimer()
-    found = cases(clock.device)
-    operators = {case.op for case in found}
-    chosen([name for name in only if name not in operators], [case.name for case in found], "workload")
-    wanted = [case for case in found if not only or case.op in only or case.name in only]
-    return Benchmark(workloads=tuple(OperatorWorkload(case, clock) for case in wanted))
+    """Make the benchmark of all cases, or of those named. Raises `BenchError`."""
+    clock = DeviceTimer(default_device())
+    return selected([OperatorWorkload(case, clock) for case in cases(clock.device)], only)

@@ -20,11 +20,9 @@ from plait_bench.host import UNKNOWN, changes, commit
 from plait_bench.runner import BenchResult
 
 Record = Mapping[str, Any]
-"""A row and its run."""
 
 # Rates and ratios are good to three figures at best; six keep rounding out of the way of whoever computes with them.
 _DIGITS = 6
-_NAMED = 3
 _RUN = ("bench", "commit", "date", "host")
 
 
@@ -34,9 +32,7 @@ def require_clean(root: Path) -> None:
     if at == UNKNOWN:
         raise BenchError(f"--record needs a git checkout, and {root} is none: a recorded row names its commit")
     if found := changes(root):
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        names = ", ".join(found[:_NAMED]) + more
-        raise BenchError(f"--record needs a clean checkout; commit, stash or remove first: {names}")
+        raise BenchError(f"--record needs a clean checkout; commit, stash or remove first: {', '.join(found)}")
 
 
 def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:

@@ -13,15 +13,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from plait_bench import records
 from plait_bench.benchmark import RATIO
 from plait_bench.errors import BenchError
 from plait_bench.host import PACKAGE_FOLDERS, ROOT, history
 from plait_bench.job import RESULTS
-
-Record = Mapping[str, Any]
+from plait_bench.records import Record
 
 PAGE = ROOT / "loadtest" / "RESULTS.md"
 _MAX_LINES, _MAX_NAMES = 8, 8
@@ -77,7 +75,6 @@ NOT_AHEAD = "**not ahead**: "
 NOT_RECORDED = "Without a number, because none was recorded on an idle host:"
 
 Read = Callable[[str], Sequence[Record]]
-"""Returns the rows of a benchmark that may be shown."""
 
 
 def page(read: Read) -> str:

@@ -17,7 +17,6 @@ from plait_bench.errors import SystemUnavailable
 from plait_bench.host import HostConditions, conditions, is_busy
 
 TRIALS = 2
-"""The number of trials of each layout; one with `--quick`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +68,9 @@ def run(
     there = dict.fromkeys(system for workload in benchmark.workloads for system in workload.systems)
     chosen(plan.systems, tuple(there), "system")
     began = look()
-    with benchmark.session(say):
-        for workload in benchmark.workloads:
-            if any(map(plan.takes, workload.systems)):
-                yield _Measuring(workload, plan, say, look, began).result()
+    for workload in benchmark.workloads:
+        if any(map(plan.takes, workload.systems)):
+            yield _Measuring(workload, plan, say, look, began).result()
 
 
 def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> str:

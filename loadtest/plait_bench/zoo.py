@@ -52,7 +52,6 @@ _ALIKE = 1e-3
 
 Built: TypeAlias = tuple[nn.Module, Sequence[Input]]
 Variants: TypeAlias = dict[str, Callable[[], Built]]
-"""Builders of a module and its inputs, by the name of the variant."""
 
 # ---- deepctr-torch: every model reads one packed float matrix, a column for each id ---------------------------------
 
@@ -323,40 +322,6 @@ def _variants() -> Variants:
     }
 
 
-def _by_hand() -> dict[str, int]:
-    """Return what a cut made by hand sends for 100 candidates, in bytes by variant: behind the tables, every row and
-    every number that the dense part reads, the user's once; ids where it masks what is padding. A row of width 8 is 32
-    bytes, an id 8, a number 4. A row for each candidate and one for the user are 101."""
-    rows, history, ids, steps = 101, 20 * 2 * 32, 20 * 2 * 8, 20 * 256
-    deep = rows * (3 * 32 + 4)  # three fields of either side, a number
-    sets: dict[str, dict[str, int]] = {
-        "deepctr": {
-            "deepfm wdl xdeepfm dcn dcnmix autoint nfm fibinet ifm difm afn": deep + rows * 3 * 4,  # and their weights
-            "mlr": rows * (4 * 3 * 4 + 4),  # four wide parts
-            "ccpm afm": rows * (3 * 32 + 3 * 4),
-            "onn": rows * (15 * 32 + 3 * 4),  # six fields in 15 pairs, a row of either field for each
-            "pnn esmm mmoe ple sharedbottom": deep,
-            "din": deep + 20 * 2 * 32 + 8,  # 20 steps of two fields, and their number
-        },
-        "rechub": {
-            "widedeep deepfm dcn dcnv2 autoint mmoe sharedbottom": rows * (2 * 32 + 4),
-            "edcn fibinet": rows * 2 * 32,
-            "din": rows * 2 * 32 + history,
-            "bst dssm": rows * 2 * 32 + history + ids,
-            "pooled": rows * (2 * 32 + 4) + history + ids,
-        },
-        "recbole": {
-            "deepfm autoint xdeepfm fm": rows * (2 * 40 + 2 * 4 + 4),  # rows of width 10
-            "pnn": rows * (2 * 40 + 4),
-            "gru4rec stamp": 100 * 256 + steps + 8,  # rows of width 64, the number of steps
-            "sasrec narm": 100 * 256 + steps + 8 + 20 * 8,
-            "caser": rows * 256 + steps,
-        },
-        "torchrec": {"dlrm dlrm-mean dlrm-dcn dlrm-projection deepfm weighted": rows * 2 * 64 + 5 * 4},
-    }
-    return {f"{lib}-{name}": size for lib, of in sets.items() for names, size in of.items() for name in names.split()}
-
-
 def judged(name: str, build: Callable[[], Built]) -> dict[str, Any]:
     """Return the facts about one variant: bytes, seconds, and the max difference of scores; or why it is refused."""
     torch.manual_seed(0)
@@ -379,7 +344,6 @@ def judged(name: str, build: Callable[[], Built]) -> dict[str, Any]:
     return {
         "variant": name,
         "crossing_bytes": sum(sizes[ref.name] for _, ref in package.cn.outputs),
-        "by_hand_bytes": _by_hand()[name],
         "package_s": taken_s,
         "millionths": max(difference for difference, _ in compared) * 1e6,
     }
@@ -419,15 +383,14 @@ def judge(folder: Path, variants: Sequence[str] = ()) -> list[Mapping[str, Any]]
 
 
 class Zoo(Workload):
-    """For each variant: bytes that cross for 100 candidates and those of a cut made by hand, seconds to package it, and
-    the max difference of a score; `refused` is 1 for those that are not taken."""
+    """For each variant: bytes that cross for 100 candidates, seconds to package it, and the max difference of a score;
+    `refused` is 1 for those that are not taken."""
 
     name = "zoo"
     systems = ("plait",)
     most_rounds = 1
     metrics: Mapping[str, str] = {
-        "crossing_bytes": "bytes", "by_hand_bytes": "bytes", "package_s": "s", "millionths": "1e-6 of a score",
-        "refused": "models",
+        "crossing_bytes": "bytes", "package_s": "s", "millionths": "1e-6 of a score", "refused": "models",
     }  # fmt: skip
     untimed = metrics.keys() - {"package_s"}
 

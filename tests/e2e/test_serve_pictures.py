@@ -10,8 +10,6 @@ import json
 import os
 import signal
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -94,19 +92,6 @@ def difference(a, b):
     return float(np.abs(a.astype(int) - b.astype(int)).mean())
 
 
-def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
-    """And fetched through the proxy by the URL of the answer, while a server that is asked for another finds none."""
-    status, answer, _ = plait_server.generate(prompt="x", seed=3, size=f"{SIZE}x{SIZE}", response_format="url")
-    assert status == 200, answer
-    url = answer["data"][0]["url"]
-    assert url.startswith(f"{plait_server.url}/v1/images/results/")
-    with urllib.request.urlopen(url, timeout=120) as kept:
-        assert Image.open(io.BytesIO(kept.read())).size == (SIZE, SIZE)
-    folder = plait_server.state_folder.parents[1] / "kept"
-    assert [path.name for path in folder.iterdir()] == [url.rpartition("/")[2]]
-    assert plait_server.get(f"/v1/images/results/{'0' * 9}-{'a' * 32}.png")[0] == 404
-
-
 def test_serve_openai_client_makes_a_picture(plait_server):
     """The openai client works unchanged: a PNG of the model's size, the same one again for the same seed."""
     client = client_of(plait_server)
@@ -120,23 +105,6 @@ def test_serve_openai_client_makes_a_picture(plait_server):
     assert caught.value.code == "model_not_found"
 
 
-def test_serve_openai_client_edits_a_picture(plait_server):
-    """The openai client's `images.edit` works unchanged: what the mask keeps has the pixels that were sent."""
-    client = client_of(plait_server)
-    source = np.full((SIZE, SIZE, 4), 90, np.uint8)
-    source[:, : SIZE // 2, 3] = 0  # transparent: to be made anew
-    source[:, SIZE // 2 :, 3] = 255
-    out = io.BytesIO()
-    Image.fromarray(source).save(out, "PNG")
-    answer = client.images.edit(
-        image=out.getvalue(), prompt="red apple", extra_body={"seed": 7, "num_inference_steps": 4}
-    )
-    made = image(answer.data[0].b64_json)
-    assert (made[:, SIZE // 2 :] == 90).all()
-    assert made[:, : SIZE // 2].std() > 1
-    assert answer.strength == 1.0
-
-
 def test_serve_that_told_its_address_is_ready(plait_server):
     """No half-ready server: the health check agrees, and so does the log about what must not be loaded too early."""
     assert plait_server.get("/health")[1]["ready"] is True
@@ -144,79 +112,40 @@ def test_serve_that_told_its_address_is_ready(plait_server):
 
 
 def test_serve_says_what_its_host_shares(plait_server):
-    """An engine and three ControlNet replicas have a thread each, at least; shared if there are fewer cores."""
-    wait_for(lambda: plait_server.metric("plait_host_threads_planned") >= 4)  # a replica may still be starting
+    """An engine and a ControlNet replica have a thread each, at least; shared if there are fewer cores."""
+    wait_for(lambda: plait_server.metric("plait_host_threads_planned") >= 2)  # a replica may still be starting
     planned, cores = plait_server.metric("plait_host_threads_planned"), plait_server.metric("plait_host_cores")
     assert plait_server.metric("plait_host_shared") == (planned > cores)
 
 
-def test_serve_every_part_of_a_request_changes_the_picture(plait_server):
-    """Seed, prompt, LoRA set, scale, ControlNet, its image and both together: all images differ."""
-    base = {"prompt": "red apple", "seed": 3, "num_inference_steps": 4}
-    noto, edges = [{"name": "noto"}], [control("edges")]
-    variants = [
+def test_serve_answers_mixed_requests_at_once(plait_server):
+    """LoRA sets, ControlNets, schedulers and steps: each gets its own answer, which a ControlNet or a LoRA changes, and
+    the crowd does not; who is refused hears it meanwhile."""
+    noto, edges = [{"name": "noto"}], control("edges")
+    bodies = [
         {},
-        {"seed": 4},
-        {"prompt": "blue house"},
         {"loras": noto},
-        {"loras": [{"name": "noto", "scale": 0.5}]},
-        {"loras": [*noto, {"name": "sketch"}]},
-        {"loras": [{"name": "spoken"}]},
-        {"controlnets": edges},
-        {"controlnets": [control("colors")]},
-        {"controlnets": [*edges, control("colors")]},
-        {"controlnets": edges, "loras": noto},
+        {"controlnets": [edges]},
+        {"controlnets": [control("edges", end=0.5, scale=0.7)], "scheduler": "unipc"},
+        {"controlnets": [edges], "loras": noto, "scheduler": "dpmpp_2m", "num_inference_steps": 5},
+        {"loras": [{"name": "sketch"}, {"name": "noto", "scale": 0.5}], "guidance_scale": 1.0, "scheduler": "lcm"},
+        {"loras": [{"name": "spoken"}], "n": 3, "scheduler": "euler_a"},
     ]
-    images = [made(plait_server, **{**base, **variant}) for variant in variants]
-    for (i, a), (j, b) in itertools.combinations(enumerate(images), 2):
-        assert difference(a, b) > 0.5, (variants[i], variants[j])
-    assert difference(made(plait_server, **base), images[0]) <= 1, "the pristine weights are not back"
-
-
-LORA_SETS = ([], [{"name": "noto"}], [{"name": "noto", "scale": 0.5}, {"name": "sketch"}], [{"name": "spoken"}])
-CONTROLS = ([], [control("edges")], [control("colors", end=0.5)], [control("edges"), control("colors", scale=0.7)])
-SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc", "euler_a", "lcm")
-GOOD = [
-    {
-        "prompt": f"{('red', 'green', 'blue')[i % 3]} {('apple', 'cat', 'house', 'tree')[i % 4]}",
-        "seed": i,
-        "num_inference_steps": 3 + i % 5,
-        "scheduler": SCHEDULERS[i % len(SCHEDULERS)],
-        "loras": LORA_SETS[i % len(LORA_SETS)],
-        "controlnets": CONTROLS[(i // 4) % len(CONTROLS)],
-        **({"n": 3} if i == 5 else {}),
-        **({"guidance_scale": 1.0} if i % 7 == 3 else {}),
-    }
-    for i in range(15)
-]
-BAD = [
-    ({"prompt": "x", "loras": [{"name": "nobody"}]}, 404, "loras.0.name"),
-    ({"prompt": "x", "controlnets": [control("depth")]}, 404, "controlnets.0.name"),
-    ({"prompt": "x", "num_inference_steps": 0}, 400, "num_inference_steps"),
-    ({"prompt": "x", "size": "33x32"}, 400, "size"),
-    ({"prompt": "x", "steps": 4}, 400, "steps"),
-]
-
-
-def test_serve_answers_twenty_mixed_requests_at_once(plait_server):
-    """LoRA sets x ControlNets x schedulers x steps, a quarter of them bad: each gets its own right answer."""
-    bodies = [*GOOD, *(body for body, _, _ in BAD)]
-    order = np.random.default_rng(0).permutation(len(bodies))
-    answers = {}
-    with ThreadPoolExecutor(len(bodies)) as threads:
-        futures = {int(i): threads.submit(plait_server.generate, **bodies[i]) for i in order}
-        answers = {i: future.result() for i, future in futures.items()}
-    for i, body in enumerate(GOOD):
-        status, answer, _ = answers[i]
+    bodies = [{"prompt": "red apple", "seed": 3, "num_inference_steps": 4, **body} for body in bodies]
+    with ThreadPoolExecutor(2 * len(bodies)) as threads:
+        refused = threads.submit(plait_server.generate, prompt="x", controlnets=[control("depth")])
+        answers = list(threads.map(lambda body: plait_server.generate(**body), bodies))
+        status, answer, _ = refused.result()
+    assert (status, answer["error"]["param"]) == (404, "controlnets.0.name")
+    images = []
+    for body, (status, answer, _) in zip(bodies, answers, strict=True):
         assert status == 200, (body, answer)
-        assert len(answer["data"]) == body.get("n", 1)
-        assert [entry["seed"] for entry in answer["data"]] == list(range(body["seed"], body["seed"] + body.get("n", 1)))
-    for j, (_, status, param) in enumerate(BAD):
-        got, answer, _ = answers[len(GOOD) + j]
-        assert (got, answer["error"]["param"]) == (status, param)
-    for i in (0, 5, 10, 13):  # each LoRA set and control once: the crowd changed nothing
-        alone = made(plait_server, **GOOD[i])
-        assert difference(image(answers[i][1]["data"][0]["b64_json"]), alone) < 1.0, GOOD[i]
+        assert [entry["seed"] for entry in answer["data"]] == [3 + i for i in range(body.get("n", 1))]
+        images.append(image(answer["data"][0]["b64_json"]))
+    for (i, a), (j, b) in itertools.combinations(enumerate(images), 2):
+        assert difference(a, b) > 0.5, (bodies[i], bodies[j])
+    for body, ours in zip(bodies, images, strict=True):
+        assert difference(ours, made(plait_server, **body)) < 1.0, body
 
 
 def test_serve_streams_partial_images(plait_server):
@@ -243,38 +172,18 @@ def test_serve_disconnect_cancels_the_engines_work(plait_server):
 
 
 def kill_replica(server, deployment):
-    pid = server.replica_pids(deployment)[0]
-    os.kill(pid, signal.SIGKILL)
-    return pid
-
-
-def test_serve_survives_kill_minus_9_of_a_controlnet_replica(plait_server):
-    """Killed in mid-request: another replica finishes the request, and its batch mates never notice."""
-    slow = {"prompt": "cat", "num_inference_steps": 150, "seed": 1}
-    expected = made(plait_server, **slow, controlnets=[control("edges")])
-    steps = plait_server.metric("plait_engine_steps_total")
-    with ThreadPoolExecutor(3) as threads:
-        controlled = threads.submit(plait_server.generate, **slow, controlnets=[control("edges")])
-        mate = threads.submit(plait_server.generate, **slow)
-        wait_for(lambda: plait_server.metric("plait_engine_steps_total") > steps)
-        assert not controlled.done()
-        for pid in plait_server.replica_pids("controlnet-edges")[:1]:
-            os.kill(pid, signal.SIGKILL)
-        status, answer, _ = controlled.result()
-        assert mate.result()[0] == 200
-    assert status == 200, answer
-    assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
+    os.kill(server.replica_pids(deployment)[0], signal.SIGKILL)
 
 
 def test_serve_recovers_when_the_only_controlnet_replica_was_killed(plait_server):
     """With no replica left the request fails by name or waits; the server stays well and the ControlNet returns."""
-    kill_replica(plait_server, "controlnet-colors")
-    body = {"prompt": "cat", "num_inference_steps": 3, "seed": 1, "controlnets": [control("colors")]}
+    kill_replica(plait_server, "controlnet-edges")
+    body = {"prompt": "cat", "num_inference_steps": 3, "seed": 1, "controlnets": [control("edges")]}
     status, answer, _ = plait_server.generate(**body)
     assert status in (200, 503), answer
     if status == 503:
         assert answer["error"]["code"] == "controlnet_unavailable"
-        assert "colors" in answer["error"]["message"]
+        assert "edges" in answer["error"]["message"]
     assert plait_server.generate(prompt="cat", num_inference_steps=2)[0] == 200
     wait_for(lambda: plait_server.generate(**body)[0] == 200, timeout_s=180)
 

@@ -82,28 +82,12 @@ def test_infer_in_every_combination_of_forms(server, client, binary_in, binary_o
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_compression_both_ways(server, client, encoding):
-    """The request is packed; the answer need not be."""
-    answer = client.infer(
-        "picks",
-        tensors(arrays(7), binary=True),
-        request_compression_algorithm=encoding,
-        response_compression_algorithm=encoding,
-    )
+def test_compression_a_version_and_a_timeout_are_understood(server, client, encoding):
+    """The request is packed, the answer need not be; and the client's own ways of naming a version and a deadline."""
+    how = {"request_compression_algorithm": encoding, "response_compression_algorithm": encoding}
+    answer = client.infer("picks", tensors(arrays(7), binary=True), model_version="1", timeout=30_000_000, **how)
     assert answer.as_numpy("score").shape == (7,)
-
-
-def test_the_version_and_the_timeout_are_understood(server, client):
-    """The client's own ways of naming a version and a deadline."""
-    client.infer("picks", tensors(arrays(), binary=True), model_version="1", timeout=30_000_000)
     assert server.ranker.ranked[0].deadline_s is not None
-
-
-def test_several_requests_at_once(server, client):
-    """async_infer over the client's pool of connections."""
-    with triton.InferenceServerClient(f"127.0.0.1:{server.port}", concurrency=4) as many:
-        waiting = [many.async_infer("picks", tensors(arrays(n), binary=True)) for n in range(1, 9)]
-        assert [w.get_result().as_numpy("score").shape for w in waiting] == [(n,) for n in range(1, 9)]
 
 
 def test_errors_are_read_by_the_client(server, client):

@@ -7,11 +7,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tomllib
-import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -116,28 +114,6 @@ def test_an_installed_plait_comes_from_the_wheel_and_finds_its_libraries(environ
     assert found["packages"]["verdict"] == "ok", found["packages"]
     assert found["starter"]["verdict"] == "ok"
     assert found["state"]["detail"].startswith(str(environment.home))
-
-
-def test_an_image_is_made_without_a_server(environment):
-    """`plait generate`, the first command of many."""
-    done = environment.run("plait", "generate", "red apple", "-o", "apple.png", "--seed", "1")
-    assert done.returncode == 0, done.stderr
-    assert (environment.root / "away" / "apple.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_server_starts_and_stops(environment):
-    """`plait serve`: the first screen of README, up to Ctrl-C."""
-    command = [environment.python.parent / "plait", "serve", "--port", "0"]
-    with subprocess.Popen(
-        command, cwd=environment.root / "away", env=environment.environ, stdout=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            url = server.stdout.readline().strip()
-            with urllib.request.urlopen(url + "/v1/models", timeout=120) as answer:
-                assert [model["id"] for model in json.load(answer)["data"]] == ["emoji", "picks"]
-        finally:
-            server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=120) == 0
 
 
 def test_a_job_of_plait_has_a_name(environment):

@@ -69,8 +69,7 @@ class FakeSparse:
 
 
 class FakeDense:
-    """A `DenseHalf`. A price of ``poison`` makes a batch fail; ``slow_s`` is how long each batch takes at least; `gate`
-    holds batches up while it is not set."""
+    """A `DenseHalf`. A price of ``poison`` makes a batch fail; `gate` holds batches up while it is not set."""
 
     crossing = (
         Port(name="user", shape=(-1, DIM), dtype="float32", rows="user"),
@@ -79,9 +78,8 @@ class FakeDense:
         Port(name="price", shape=(-1, 1), dtype="float32", rows="item"),
     )
 
-    def __init__(self, *, poison: float | None = None, slow_s: float = 0.0) -> None:
+    def __init__(self, *, poison: float | None = None) -> None:
         self.poison = poison
-        self.slow_s = slow_s
         self.batches: list[tuple[int, ...]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -89,7 +87,6 @@ class FakeDense:
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """See DenseHalf."""
         self.gate.wait(60)
-        time.sleep(self.slow_s)
         self.batches.append(tuple(candidates))
         if self.poison is not None and bool((crossing["price"] == self.poison).any()):
             raise RuntimeError("poison")

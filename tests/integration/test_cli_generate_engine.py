@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -73,7 +72,6 @@ def test_ctrl_c_in_mid_picture_ends_the_process(config, tmp_path):
     for line in process.stderr:
         if line.startswith("drawing"):
             break
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     try:
         _, stderr = process.communicate(timeout=120)

@@ -145,8 +145,8 @@ def test_what_can_not_be_packaged_is_said_in_a_sentence(tmp_path, target, says, 
 
 
 def test_a_folder_is_never_overwritten(folder, capsys):
-    """Packaging again needs another folder."""
-    assert main(["models", "package", f"{FILE}:make", "--out", str(folder)]) == 1
+    """Packaging again needs another folder, which is told before the model is made."""
+    assert main(["models", "package", f"{FILE}:nope", "--out", str(folder)]) == 1
     assert "exists already" in capsys.readouterr().err
     assert main(["models", "package", f"{FILE}:make", "--out", "x", "--bag", "seen"]) == 2
 

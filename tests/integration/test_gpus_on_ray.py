@@ -31,12 +31,12 @@ class Replica:
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 config = PlaitConfig.model_validate({
-    "images": {"replicas": 3, "controlnets": {"edges": {"folder": "./edges"}}},
+    "images": {"replicas": 2, "controlnets": {"edges": {"folder": "./edges"}}},
     "recommend": {"models": {"shop": {"folder": "./shop"}}},
 })
 rows = deployments(with_gpus(config, running_cluster()))
 made = [(row, ray.remote(num_cpus=0, num_gpus=row.num_gpus)(Replica).remote())
-        for row in reversed(rows) for _ in range(row.max_replicas)]
+        for row in reversed(rows) if row.num_gpus or row.name == "ingress" for _ in range(row.max_replicas)]
 print(json.dumps([(row.name, row.num_gpus, ray.get(each.seen.remote())) for row, each in made]))
 ray.shutdown()
 """

@@ -44,14 +44,13 @@ def client():
         yield TestClient(app, raise_server_exceptions=False)
 
 
-@pytest.mark.parametrize("candidates", [1, 64, 512])
-def test_the_example_is_answered(client, candidates):
+def test_the_example_is_answered(client):
     """As it is, with scores that are probabilities."""
-    example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates={candidates}")
+    example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates=64")
     answer = client.post(INFER, content=example.content)
     assert answer.status_code == 200, answer.text
     scores = outputs_of(answer)["score"]
-    assert scores.shape == (candidates,)
+    assert scores.shape == (64,)
     assert ((scores > 0) & (scores < 1)).all()
 
 
@@ -83,12 +82,3 @@ def test_people_and_tensors_get_the_same_scores(client):
             tensors[f"{name}_lengths"] = np.array([len(value)])
     scores = outputs_of(client.post(INFER, json=as_json(tensors)))["score"]
     assert scores.tolist() == pytest.approx([ranked[i] for i in ids], rel=1e-5)
-
-
-def test_different_tastes_get_different_films(client):
-    """What the demo shows."""
-    best = []
-    for liked in ([11, 7], [8, 9]):
-        body = {"user": USER | {"liked_genres": liked, "history": []}, "candidates": "all", "top_k": 20}
-        best.append({item["id"] for item in client.post("/v1/recommend", json=body).json()["items"]})
-    assert len(best[0] & best[1]) < 10

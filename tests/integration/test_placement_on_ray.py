@@ -1,4 +1,6 @@
-"""Placement on a Ray of several nodes with Serve: what is stranded, who is restarted, and a server that is placed."""
+"""A server that is placed on a Ray of several nodes: what is stranded, and who is restarted.
+
+`plait bench placement` plays longer scenarios, beside Serve's own ways of placing replicas."""
 
 from __future__ import annotations
 
@@ -7,15 +9,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from plait.cli import main as root
 from plait.server.environment import patient_start
-from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
-from plait_bench.placement.on_ray import PLAIT, SMALL, play
+from plait_bench.placement.cluster import NodeSize, attached, deploy, local_nodes
 from plait_deploy.on_ray.nodes import LABEL
 from support.asking import ask
 from support.cluster import TESTS, stop_shared
@@ -24,22 +24,7 @@ from support.waiting import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-_START_S = 240.0
-
-
-@pytest.fixture
-def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNodes]:
-    """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.cluster.attached`), and
-    kill nodes (`lose`). It takes ten seconds to start, and each node two or three."""
-    # A process is attached to one Ray at a time. Serve's threads outlive the session's: what they still ask would start
-    # another, behind this test's back.
-    monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)
-    stop_shared()
-    with patient_start(_START_S), local_nodes() as nodes:
-        yield nodes
-
-
-PATIENCE_S = 300.0
+_START_S, PATIENCE_S = 240.0, 300.0
 PLACED = """
 version: 1
 server: {port: %d}
@@ -47,16 +32,6 @@ images: {name: emoji, controlnets: {}, replicas: %d, num_gpus: 0.6}
 recommend: null
 """
 CLUSTER = "nodes: [{name: a, cpus: 8, memory_gib: 8, gpus: 2}, {name: b, cpus: 8, memory_gib: 8, gpus: 2}]"
-
-
-def test_the_planner_moves_what_lost_its_node_and_nothing_else(ray_nodes):
-    """Six deployments grow, lose a node, get another one, shrink, and two large replicas come: all run after each
-    step, on GPUs that they share with nobody else, and none ended that had its node and was wanted."""
-    phases = play(PLAIT, SMALL, ray_nodes, say=print, patience_s=PATIENCE_S)
-    assert [phase.name for phase in phases] == ["start", *(step.name for step in SMALL.steps)]
-    assert [phase.without for phase in phases] == [0] * 6
-    assert [phase.restarted for phase in phases] == [0] * 6
-    assert [phase.gpus for phase in phases] == [12, 12, 8, 12, 12, 12]
 
 
 class Server:
@@ -88,12 +63,12 @@ class Server:
         found = re.findall(rf'^{name}{{class="(\w+)",.*}} (\S+)$', self.ask("/metrics")[1], re.MULTILINE)
         return {of: float(value) for of, value in found}
 
-    def engines(self):
-        """The processes of the engine's replicas, on whatever class of nodes."""
+    def engines(self, classes="ab"):
+        """The processes of the engine's replicas on these classes of nodes."""
         found = set()
-        for name in ("engine@a", "engine@b"):
+        for name in classes:
             try:
-                handle = self.serve.get_deployment_handle(name, "plait")
+                handle = self.serve.get_deployment_handle(f"engine@{name}", "plait")
                 found |= {said.replica for said in handle.broadcast("metric_families").results(timeout_s=60)}
             except Exception as error:
                 print(name, error)  # it has no replica
@@ -115,15 +90,24 @@ class Server:
         wait_for(done, PATIENCE_S, what=lambda: f"{self.serve.status()} {[*map(self.gauge, gauges)]}")
 
 
-def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path, capsys):
+def test_a_placed_server_grows_and_loses_a_node_without_a_restart(tmp_path, capsys, monkeypatch):
     """Of 2 nodes x 2 GPUs, replicas with 0.6 of a GPU: images are made, `/metrics` has what is idle and stranded on
-    each node, and a new number of replicas ends none that runs."""
-    for name in "ab":
-        ray_nodes.add(name, NodeSize(cpus=8, gpus=2, labels={LABEL: name}))
+    each node, a new number of replicas ends none that runs, and neither does a node that is lost, whose replicas come
+    back with it."""
+    # A process is attached to one Ray at a time. Serve's threads outlive the session's: what they still ask would start
+    # another, behind this test's back.
+    monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)
+    stop_shared()
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     port = free_port()
-    with attached(ray_nodes, environ={"PYTHONPATH": path}, port=port) as serve:
-        server = Server(serve, ray_nodes.address, port, tmp_path, capsys)
+    with (
+        patient_start(_START_S),
+        local_nodes() as nodes,
+        attached(nodes, environ={"PYTHONPATH": path}, port=port) as serve,
+    ):
+        for name in "ab":
+            nodes.add(name, _node(name))
+        server = Server(serve, nodes.address, port, tmp_path, capsys)
         server.deploy(replicas=2)
         server.wait(lambda: server.ask("/health")[0] == 200)
         image = {"prompt": "red apple", "num_inference_steps": 2, "seed": 1}
@@ -139,3 +123,13 @@ def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path
         assert before < server.engines()
         assert {server.ask("/v1/images/generations", image)[0] for _ in range(8)} == {200}
         server.wait(lambda: sum(server.gauge("plait_node_stranded_gpus").values()) == pytest.approx(1.6))
+        stay = server.engines("a")
+        nodes.lose("b")
+        server.wait(lambda: server.gauge("plait_node_gpus") == {"a": 2})
+        nodes.add("b", _node("b"))
+        server.wait(lambda: len(server.engines()) == 4)
+        assert server.engines("a") == stay
+
+
+def _node(name: str) -> NodeSize:
+    return NodeSize(cpus=8, gpus=2, labels={LABEL: name})

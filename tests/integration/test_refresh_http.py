@@ -135,32 +135,27 @@ def test_from_a_retrained_model_to_the_running_server(server, tmp_path, capsys):
     torch.testing.assert_close(torch.tensor(server.infer()[1]["outputs"][0]["data"]), scores)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["refresh", "parts", "{update}", "--url", "{url}", "--api-key", "guest"], "admin"),
-        (["refresh", "nobody", "{update}", "--url", "{url}", "--api-key", "boss"], "nobody"),
-        (["refresh", "parts", "{update}", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
-        (["refresh", "parts", "{update}", "--url", "parts"], "is not http"),
-        (["refresh", "parts", "{update}", "--url", "{url}", "--api-key", "boss\r"], "a character that no header may"),
-        (["refresh", "parts", "{update}", "--url", "http://127.0.0.1:port"], "is not http"),
-        (["refresh", "parts", "{update}", "--url", "{url}/no/such", "--api-key", "boss"], "answered 404"),
-        (["update", "{package}", "{file}:module", "-o", "{out}", "--version", "2"], "must return"),
-        (["update", "{package}", "{file}:make", "-o", "{package}", "--version", "2"], "exists already"),
-        (["fold", "{package}", "-o", "{package}"], "exists already"),
-        (["fold", "{out}", "-o", "{out}"], "no packaged model"),
-    ],
-)
-def test_the_commands_say_what_is_wrong(server, tmp_path, capsys, arguments, told):
+MISTAKES = {
+    "refresh parts {update} --url {url} --api-key guest": "admin",
+    "refresh nobody {update} --url {url} --api-key boss": "nobody",
+    "refresh parts {update} --url http://127.0.0.1:1": "127.0.0.1:1",
+    "refresh parts {update} --url parts": "is not http",
+    "refresh parts {update} --url {url} --api-key boss\r": "a character that no header may",
+    "refresh parts {update} --url http://127.0.0.1:port": "is not http",
+    "refresh parts {update} --url {url}/no/such --api-key boss": "answered 404",
+    "update {package} {file}:module -o {out} --version 2": "must return",
+    "update {package} {file}:make -o {package} --version 2": "exists already",
+    "fold {package} -o {package}": "exists already",
+    "fold {out} -o {out}": "no packaged model",
+}
+
+
+def test_the_commands_say_what_is_wrong(server, tmp_path, capsys):
     """In one sentence, with exit code 1."""
-    update = kit.written(tmp_path / "u", kit.update(server.whole.package, "1", "2", seed=2))
-    words = {
-        "update": update,
-        "url": server.url,
-        "package": server.whole.package.folder,
-        "file": FILE,
-        "out": tmp_path / "out",
-    }
-    assert main(["models", *(argument.format(**words) for argument in arguments)]) == 1
-    assert told in capsys.readouterr().err
+    package, out = server.whole.package, tmp_path / "out"
+    update = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
+    words = {"update": update, "url": server.url, "package": package.folder, "file": FILE, "out": out}
+    for line, told in MISTAKES.items():
+        assert main(["models", *(word.format(**words) for word in line.split(" "))]) == 1, line
+        assert told in capsys.readouterr().err, line
     assert server.infer()[1]["model_version"] == "1"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from plait.server import processes
 from support.cluster import SharedServe
 from support.server import FAKE, REAL, PlaitServer, free_port
 
@@ -28,19 +27,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., PlaitServer]]:
     for server in servers:
         if server.process.poll() is None:
             server.kill_and_clean()
-
-
-@pytest.mark.slow
-def test_serve_killed_leaves_nothing_after_15_seconds(launch: Callable[..., PlaitServer]) -> None:
-    """Neither Ray's agents nor its folder, although nobody starts the next one."""
-    port = free_port()
-    server = launch(port, str(port)).wait_ready()
-    left, folder = server.members(), Path(server.record().ray_folder or "")
-    assert folder.exists()
-    server.process.kill()
-    server.wait()
-    assert processes.wait_until_gone(left, timeout_s=15) == []
-    assert not folder.exists()
 
 
 def test_serve_busy_port_is_one_sentence_and_exit_1(launch: Callable[..., PlaitServer]) -> None:

@@ -272,6 +272,7 @@ def test_a_reverse_proxys_word_crosses_serves_own(server: PlaitServer) -> None:
     assert answer["data"][0]["url"].startswith("https://pub.example/v1/images/results/")
     _, answer, _ = server.generate(prompt="x", response_format="url", num_inference_steps=1)
     assert answer["data"][0]["url"].startswith(server.url + "/v1/")
+    assert ask(answer["data"][0]["url"]).headers["content-type"] == "image/png"
 
 
 def until_all_are(server: PlaitServer, status: int, body: dict[str, object]) -> None:
@@ -305,17 +306,19 @@ def images_used(server: PlaitServer, *, at_least: int) -> int:
     return images
 
 
-def test_a_scrape_is_answered_while_no_engine_answers(server: PlaitServer) -> None:
-    """Both are stopped: their numbers are missing, those of HTTP are there (finding 9)."""
+def test_a_scrape_and_a_probe_are_answered_while_no_engine_answers(server: PlaitServer) -> None:
+    """Both are stopped: their numbers are missing, those of HTTP are there (finding 9); the health says it."""
     engines = until_two(server, "engine")
     server.metrics()
     for pid in engines:
         pause(pid)
     try:
         text = server.metrics()  # Serve itself would wait for ever
+        status, health, _ = server.get("/health?workload=images")
     finally:
         for pid in engines:
             os.kill(pid, signal.SIGCONT)
+    assert (status, "engine" in health["reason"]) == (503, True)
     assert total(text, "plait_service_up", service="images") == 0
     assert found(text, "plait_requests_in_flight")
     assert not found(text, "fake_steps_total")

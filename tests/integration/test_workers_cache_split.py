@@ -136,22 +136,6 @@ async def test_many_batches_in_flight_from_two_cns_merge_at_one_hn(workers: Work
     assert cns[0].metrics()["cache_evicted_total"] > 0
 
 
-async def test_caches_begin_anew_with_another_hn(workers: Workers) -> None:
-    """HNs are lost and replaced while requests flow: every one is answered, and right."""
-    workers.hn("a")
-    workers.hn("b")
-    cn = await workers.cn("a", "b", cache_rows=50)
-    await until(lambda: cn.metrics()["hns"] == 2)
-    for first in range(0, 60, 20):
-        asked = [workers.asked(cn, seed) for seed in range(first, first + 20)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        workers.rig.lose("a")
-        for seed, answer in enumerate(await asyncio.gather(*asked), first):
-            _same(workers.package, seed, 7, answer)
-        workers.hn("a")
-        await until(lambda: cn.metrics()["hns"] == 2)
-
-
 async def test_one_hn_that_comes_back_knows_nothing(workers: Workers) -> None:
     """The directory is forgotten with the channel, so the first requests miss again."""
     workers.hn()

@@ -1,10 +1,8 @@
-"""ControlNet services in threads and in a process of their own, and the naive twin of their answers."""
+"""ControlNet services in threads, and the naive twin of their answers."""
 
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -204,22 +202,3 @@ def new_address(scheme: str, folder: Path) -> str:
     """Somewhere to listen."""
     token = secrets.token_hex(4)
     return {"inproc": f"inproc://{token}", "shm": f"shm://{folder}/{token}", "tcp": "tcp://127.0.0.1:0"}[scheme]
-
-
-# ---- processes that can be killed -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def listening_process(source: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process of that source, which is told the secret and says where it listens."""
-    command = [sys.executable, "-c", source.format(paths=sys.path), *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(SECRET.hex() + "\n")
-        process.stdin.flush()
-        try:
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
-            process.wait()

@@ -180,20 +180,17 @@ images:
   executor: torch
   loras: {folder: loras}
   controlnets:
-    edges: {folder: cn-edges, preprocessor: edges, replicas: 2, threads: 1}
-    colors: {folder: cn-colors, preprocessor: colors, threads: 1}
+    edges: {folder: cn-edges, preprocessor: edges, threads: 1}
   knobs: {controlnet_placement: remote, largest_batch: 8, threads: 1}
-  results: {folder: kept}
 """
 
 
 def write_tiny_models(root: Path) -> Path:
-    """A tiny base with two ControlNets and three LoRAs, and the plait.yaml that serves them, which is returned."""
+    """A tiny base with a ControlNet and three LoRAs, and the plait.yaml that serves them, which is returned."""
     from support.tiny import tiny_controlnet, tiny_lora, tiny_sd
 
     base = tiny_sd(root / "sd")
     tiny_controlnet(root / "cn-edges", base, seed=1)
-    tiny_controlnet(root / "cn-colors", base, seed=2)
     tiny_lora(root / "loras" / "noto.safetensors", base, seed=3)
     tiny_lora(root / "loras" / "sketch.safetensors", base, seed=4, fmt="kohya")
     tiny_lora(root / "loras" / "spoken.safetensors", base, seed=5, with_text_encoder=True)

@@ -12,24 +12,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from plait_autoconfig.rows import starter_runs
 from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.searching import Searching
-from plait_bench.autoconfig.services import SPACES, falcon_suite, recorded_runs, recorded_suites
+from plait_bench.autoconfig.services import SPACES, falcon_suite, own_suite
 from plait_bench.benchmark import Benchmark, selected
 
 SEEDS, QUICK_SEEDS = 20, 2
-OWN = ("own-images", "own-recommend")
 
 
-def benchmark(*, only: Sequence[str] = (), data: Path | None = None, tables: Sequence[Path] = ()) -> Benchmark:
-    """Make the benchmark. `tables`: files of runs that replace the starter library. Raises `BenchError`."""
-    own = tables or not only or set(only) & set(OWN)
-    runs = recorded_runs(tables) if tables else list(starter_runs()) if own else []
+def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> Benchmark:
+    """Make the benchmark. Raises `BenchError`."""
     made = {name: Searching(name, partial(synthetic.suite, family)) for family, name in synthetic.FAMILIES.items()}
     for family in ("negated", "shuffled"):
         made[synthetic.FAMILIES[family]].misled(made[synthetic.FAMILIES["cold"]])
-    workloads = {"falcon": Searching("falcon", partial(falcon_suite, data)), **made}
-    suites = recorded_suites(runs, SPACES)
-    workloads |= {name: Searching(name, partial(suites.__getitem__, name)) for name in suites}
-    return selected(workloads.values(), only)
+    own = [Searching(f"own-{service}", partial(own_suite, service)) for service in SPACES]
+    return selected([Searching("falcon", partial(falcon_suite, data)), *made.values(), *own], only)

@@ -105,15 +105,13 @@ def engine_cells(
 
 
 @contextmanager
-def rank_cells(
-    *, model: str, scale: float, candidates: int, callers: int, requests: int, slo_ms: float
-) -> Iterator[MeasureCell]:
-    """Open the package of a named configuration with `scale` of its rows, with one CN for each number of HN threads,
-    which is fixed when an HN starts; only one works at a time. Close them at the end.
+def rank_cells(*, model: str, candidates: int, callers: int, requests: int, slo_ms: float) -> Iterator[MeasureCell]:
+    """Open the package of a named configuration, with one CN for each number of HN threads, which is fixed when an HN
+    starts; only one works at a time. Close them at the end.
 
     `requests` of `candidates` each by `callers`.
     """
-    package = packaged(model, scale, say=lambda _: None)
+    package = packaged(model, say=lambda _: None)
     cores = {
         threads: CnCore(package.card(), package.sparse(), start_child(package, threads, "hn")) for threads in (1, 2)
     }

@@ -73,10 +73,10 @@ def _images(name: str, **load: Any) -> CellWorkload:
     return CellWorkload(name=name, service="images", space=ENGINE, features=features, opened=opened)
 
 
-def _rank(name: str, model: str, scale: float, **load: Any) -> CellWorkload:
+def _rank(name: str, model: str, **load: Any) -> CellWorkload:
     """`load`: see `rank_cells`."""
     features = {each: load[each] for each in ("callers", "candidates", "slo_ms")}
-    opened = partial(rank_cells, model=model, scale=scale, **load)
+    opened = partial(rank_cells, model=model, **load)
     return CellWorkload(name=name, service="recommend", space=RANK, features=features, opened=opened)
 
 
@@ -87,13 +87,12 @@ WORKLOADS: Mapping[str, CellWorkload] = {
         _images("images-plain", callers=4, images=12, steps=8, slo_ms=1000.0),
         _images("images-loras", callers=8, images=16, steps=4, slo_ms=1500.0, loras=4),
         _images("images-controlled", callers=4, images=8, steps=6, slo_ms=1500.0, controlled=4),
-        _rank("rm1-64", "rm1", 0.125, candidates=64, callers=8, requests=2400, slo_ms=20.0),
-        _rank("rm1-512", "rm1", 0.125, candidates=512, callers=4, requests=600, slo_ms=50.0),
-        _rank("criteo-64", "criteo-kaggle", 0.25, candidates=64, callers=8, requests=1800, slo_ms=10.0),
-        _rank("rm2-64", "rm2", 0.125, candidates=64, callers=8, requests=800, slo_ms=50.0),
+        _rank("rm1-64", "rm1", candidates=64, callers=8, requests=2400, slo_ms=20.0),
+        _rank("rm1-512", "rm1", candidates=512, callers=4, requests=600, slo_ms=50.0),
+        _rank("criteo-64", "criteo-kaggle", candidates=64, callers=8, requests=1800, slo_ms=10.0),
+        _rank("rm2-64", "rm2", candidates=64, callers=8, requests=800, slo_ms=50.0),
     )
 }
-"""The workloads by name."""
 
 
 def measure(workload: CellWorkload, path: Path, *, times: int, say: Say) -> None:

@@ -5,10 +5,10 @@ Falcon: 30 models x 1,440 configurations, with Morphling's five knobs. All model
 unstructured noise, so the mean of the sources, in a fixed order, is nearly optimal, and learning from trials cannot
 help.
 
-Our own: searches are replayed on what `cells.py` has recorded, the runs of the starter library, or of files in the same
-format. A service whose every cell was measured becomes a service to tune, with all others of its space as the library;
-for the others a sample is enough. A search sees a cell's trials one after the other; the truth by which searches are
-judged is their mean, and cells that the trials cannot tell from the best one tie with it.
+Our own: searches are replayed on what `cells.py` has recorded, the runs of the starter library. A service whose every
+cell was measured becomes a service to tune, with all others of its space as the library; for the others a sample is
+enough. A search sees a cell's trials one after the other; the truth by which searches are judged is their mean, and
+cells that the trials cannot tell from the best one tie with it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from scipy.stats import chi2
 
 from plait_autoconfig.confidence import log_losses
 from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.errors import TunerError
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Goal, Objective, parse_objective
+from plait_autoconfig.rows import starter_runs
 from plait_autoconfig.space import Space
-from plait_autoconfig.store import read_library
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of
-from plait_bench.benchmark import chosen, published
+from plait_bench.benchmark import published
 from plait_bench.errors import BenchError
 
 _METRIC, _COLUMN = "goodput_per_cost", "norm.(rps/budget)"
@@ -76,7 +75,6 @@ RANK = Space(
 """The space of 48 cells. There is only one CN; their number is a knob because other services have more."""
 
 SPACES = {"images": ENGINE, "recommend": RANK}
-"""What was measured of our services."""
 
 _TRIALS = 60
 _SURE = 1.96  # standard deviations, 95 %
@@ -199,44 +197,29 @@ def _falcon_service(path: Path) -> Service:
     )
 
 
-def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> dict[str, Suite]:
-    """Return the suite of each service with a complete run, by workload, `own-SERVICE`. `spaces`: by service.
-
-    Raises `BenchError` naming the service or the run, and what is wrong with it.
-    """
-    suites: dict[str, Suite] = {}
-    for service in chosen([run.service for run in recorded], tuple(spaces), "recorded service"):
-        mine = {run.run_id: run for run in recorded if run.service == service}
-        known = {it: own for it, run in mine.items() if (own := _own_service(run, spaces[service])) is not None}
-        if tasks := leave_one_out(known, mine):
-            trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
-            suites[f"own-{service}"] = Suite(tasks=tasks, trials=trials)
-    return suites
+def own_suite(service: str) -> Suite:
+    """Return what the starter library has of a service of ours."""
+    return recorded_suite([run for run in starter_runs() if run.service == service], SPACES[service])
 
 
-def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
-    """Read the runs of the files. Raises `BenchError` naming the file."""
-    try:
-        return [run for path in paths for run in read_library(path)]
-    except TunerError as error:
-        raise BenchError(f"no library of trials: {error}") from error
+def recorded_suite(runs: Sequence[LibraryRun], space: Space) -> Suite:
+    """Return the suite of a service's runs: those that are complete, with all as their library."""
+    every = {run.run_id: run for run in runs}
+    known = {name: own for name, run in every.items() if (own := _own_service(run, space)) is not None}
+    trials = min(_TRIALS, *(len(service.truth) for service in known.values()))
+    return Suite(tasks=leave_one_out(known, every), trials=trials)
 
 
 def _own_service(run: LibraryRun, space: Space) -> Service | None:
-    """Return the run as a service, or None unless every cell was measured. Raises `BenchError`."""
-    try:
-        objective = parse_objective(next(iter(run.goals), ""))
-        cells = {space.key(space.check(cell.config)): cell for cell in cells_of(run.trials)}
-    except TunerError as error:
-        raise BenchError(f"the recorded run {run.run_id!r} cannot be read: {error}") from error
+    """Return the run as a service, or None unless every cell was measured."""
+    objective = parse_objective(run.goals[0])
+    cells = {space.key(cell.config): cell for cell in cells_of(run.trials)}
     keys = [space.key(cell) for cell in space.cells()]
     if not cells.keys() >= set(keys):
         return None
     truth = tuple(cells[key].outcome for key in keys)
     shown = {at: tuple(trial.outcome for trial in cells[key].trials) for at, key in enumerate(keys)}
-    context = ServiceContext(
-        service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions
-    )  # fmt: skip
+    context = ServiceContext(service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions)
     tie = _tie(list(shown.values()), objective)
     return Service(space=space, objective=objective, truth=truth, context=context, tie=tie, shown=shown)
 

@@ -31,7 +31,6 @@ FAMILIES = {
     family: f"synthetic-{family}".removesuffix("-")
     for family in ("", "features", "noisy", "glitch", "cold", "negated", "shuffled")
 }
-"""The names of the suites."""
 
 _CORES, _SERVICES = 8, 12
 _NOISES, _MUCH_NOISE = (0.01, 0.1), 0.1
@@ -100,11 +99,6 @@ class _Constants:
         return float(config["replicas"]) * each * (0.6 if config["precision"] == "bf16" else 1.0)
 
 
-def services(count: int, rng: np.random.Generator) -> list[Service]:
-    """Draw a family of services."""
-    return [_service(_Constants.drawn(rng), f"synthetic-{n}", rng) for n in range(count)]
-
-
 def _service(constants: _Constants, name: str, rng: np.random.Generator) -> Service:
     cells = SPACE.cells()
     memory = np.array([constants.memory(cell) for cell in cells])
@@ -122,7 +116,7 @@ def _service(constants: _Constants, name: str, rng: np.random.Generator) -> Serv
 def suite(family: str = "") -> Suite:
     """Make one of `FAMILIES`: the same services in each, tuned with different libraries."""
     rng = np.random.default_rng(0)
-    drawn = services(_SERVICES, rng)
+    drawn = [_service(_Constants.drawn(rng), f"synthetic-{n}", rng) for n in range(_SERVICES)]
     if family == "noisy":
         drawn = [replace(each, noise=_MUCH_NOISE) for each in drawn]
     if family != "features":

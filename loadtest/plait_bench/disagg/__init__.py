@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Benchmark, Workload, chosen
+from plait_bench.benchmark import Benchmark, Workload, selected
 from plait_bench.disagg.goodput import SCALES, Goodput
 from plait_bench.disagg.in_process import InProcess, OneByOne
 
@@ -16,14 +16,9 @@ from plait_bench.disagg.in_process import InProcess, OneByOne
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark of all workloads, or of those named. Raises `BenchError` for an unknown name."""
     counts = (1, 64, 512)
-    workloads: dict[str, list[Workload]] = {
-        "in-process": [
-            InProcess(f"in-process-{model}-{count}", model, scale, count)
-            for model, scale in SCALES.items()
-            for count in counts[1:]
-        ],
-        "one-by-one": [OneByOne(f"one-by-one-{count}", "rm1", SCALES["rm1"], count) for count in counts],
-        **{f"{model}-{count}": [Goodput(model, count)] for model in SCALES for count in counts},
-    }
-    names = chosen(only, tuple(workloads), "workload")
-    return Benchmark(workloads=tuple(workload for name in names for workload in workloads[name]))
+    workloads: list[Workload] = [
+        *(InProcess(f"in-process-{model}-{count}", model, count) for model in SCALES for count in counts[1:]),
+        *(OneByOne(f"one-by-one-{count}", "rm1", count) for count in counts),
+        *(Goodput(f"{model}-{count}", model, count) for model in SCALES for count in counts),
+    ]
+    return selected(workloads, only)

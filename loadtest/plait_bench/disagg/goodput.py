@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from plait_disagg.values import RankRequest
 from plait_loadtest.capacity import (
     RETRIED,
     CapacitySearch,
-    ClassCount,
     ClassTarget,
     Measure,
     Observed,
     RateTrial,
     find_capacity,
+    observe,
 )
+from plait_loadtest.measure import RunSummary
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
     GeneratorLimits,
@@ -44,7 +46,6 @@ from plait_loadtest.scenario import (
 )
 from plait_loadtest.session import at_rate, run_scenario
 
-SYSTEMS = ("plait", "pytorch", "plait_split")
 METRIC = "goodput_per_s"
 
 LIMIT_MS = 50.0
@@ -76,8 +77,9 @@ _LONGEST_S = 3600.0
 _CLOSED_S, _WARM_UP_S = 3.0, 0.3
 
 
-def packaged(model: str, scale: float, *, say: Say) -> Package:
+def packaged(model: str, *, say: Say) -> Package:
     """Open a configuration's package in the cache, which is made if it is missing or no longer readable."""
+    scale = SCALES[model]
     folder = cache_folder() / "disagg" / f"{model}-{scale:g}"
     try:
         return open_package(folder)
@@ -141,20 +143,15 @@ def load_on(url: str, bodies: Sequence[Path], *, limit_ms: float, seed: int, set
         runs += 1
         settle()
         at = at_rate(scenario, rate_per_s, min(duration_s, MAX_LOAD_S)).model_copy(update={"seed": seed + runs})
-        summary = run_scenario(at).summary
-        total = summary.total  # the bodies are separate classes only because each is a file of its own
-        everything = ClassCount(
-            name="all", percentile=_PERCENTILE, latency_ms=limit_ms,
-            judged=total.judged, good=total.good, blamed=total.blamed,
-        )  # fmt: skip
-        return Observed(
-            classes=(everything,),
-            achieved_per_s=total.achieved_per_s,
-            goodput_per_s=total.goodput_per_s,
-            invalid=tuple((it.code, it.text) for it in summary.reasons if it.code not in {"too_few", *RETRIED}),
-        )
+        return observed(run_scenario(at).summary)
 
     return load
+
+
+def observed(summary: RunSummary) -> Observed:
+    """Return what the search sees of a run: all bodies together, which are classes only because each is a file."""
+    seen = observe(replace(summary, classes=(summary.total,)))
+    return replace(seen, invalid=tuple(each for each in seen.invalid if each[0] not in RETRIED))
 
 
 def _scenario(
@@ -181,12 +178,12 @@ def _scenario(
 class Goodput(Workload):
     """The goodput of all systems under requests of `candidates` for a configuration."""
 
-    systems = SYSTEMS
+    systems = ("plait", "pytorch", "plait_split")
     deciding = METRIC
     metrics: Mapping[str, str] = {METRIC: "requests/s"}
 
-    def __init__(self, model: str, candidates: int) -> None:
-        self.name, self.model, self.candidates = f"{model}-{candidates}", model, candidates
+    def __init__(self, name: str, model: str, candidates: int) -> None:
+        self.name, self.model, self.candidates = name, model, candidates
         self.limit_ms = _LIMITS_MS.get(self.name, LIMIT_MS)
         self.known_per_s: dict[tuple[str, str], float] = {}
         """By (system, layout): the rate that was held the last time, which is where the next search begins."""
@@ -196,7 +193,7 @@ class Goodput(Workload):
     def session(self, say: Say) -> Iterator[None]:
         """Package the model once, and write the bodies."""
         self.say = say
-        package = packaged(self.model, SCALES[self.model], say=say)
+        package = packaged(self.model, say=say)
         self._package = package.folder
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
             self.bodies = []

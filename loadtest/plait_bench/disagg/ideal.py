@@ -26,7 +26,6 @@ from plait_disagg.values import RankRequest
 from plait_kernels.threads import set_threads
 
 _Shapes: TypeAlias = Mapping[str, tuple[torch.dtype, Sequence[int]]]
-"""Dtype and shape of each tensor, by name."""
 
 _Tensors: TypeAlias = Mapping[str, torch.Tensor]
 

@@ -30,20 +30,19 @@ _REQUESTS = 24
 
 
 class _Here(Workload):
-    """Requests of that many candidates for a model with that share of its rows; `callers` of them in flight."""
+    """Requests of that many candidates for a model; `callers` of them in flight."""
 
     systems = (WHOLE, SPLIT, IDEAL)
     pairs = ((SPLIT, WHOLE), (SPLIT, IDEAL))
     callers: int
     metric: str
 
-    def __init__(self, name: str, model: str, scale: float, candidates: int) -> None:
-        self.name = name
-        self._model, self._scale, self._candidates = model, scale, candidates
+    def __init__(self, name: str, model: str, candidates: int) -> None:
+        self.name, self._model, self._candidates = name, model, candidates
 
     def prepare(self, say: Say) -> None:
         """Package the model once; make requests as a server would have them."""
-        self.package = packaged(self._model, self._scale, say=say)
+        self.package = packaged(self._model, say=say)
         made = requests_of(self.package, self._model, candidates=self._candidates, count=_REQUESTS)
         card = self.package.card()
         self.requests = [check_request(card, one.tensors, request_id=str(number)) for number, one in enumerate(made)]

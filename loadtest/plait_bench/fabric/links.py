@@ -7,13 +7,10 @@ is slower, and so does the row.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from itertools import pairwise
 
 from plait_bench.benchmark import Reading, Workload, percentile, readings
-from plait_bench.fabric.peer import WAIT_S, bounce, channel_to
-from plait_fabric import Channel
+from plait_bench.fabric.peer import bounce, channel_to, ping_pong
 from plait_fabric.link.link import Link
 from plait_fabric.link.link_files import LINKS, read_links
 
@@ -59,29 +56,8 @@ def _measured(name: str, link: Link) -> list[Reading]:
     found: list[Reading] = []
     with channel_to(bounce, link=link) as (channel, _):
         for size, nbytes in SIZES_BYTES.items():
-            one_way_s, late = _one_way_s(channel, nbytes)
-            remark = f"host slower in {late:.0%}" if late else ""
-            found += readings({"one_way_us": one_way_s * 1e6}, workload=f"{name}-{size}", layout=remark)
+            taken_s, late = ping_pong(channel, nbytes, seconds=_SECONDS, least=_MIN_TRIPS, most=_MAX_TRIPS)
+            one_way_us, share = percentile(taken_s, 0.5) / 2 * 1e6, late / (len(taken_s) + 1)
+            remark = f"host slower in {share:.0%}" if late else ""
+            found += readings({"one_way_us": one_way_us}, workload=f"{name}-{size}", layout=remark)
     return found
-
-
-def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
-    """Return half the median round trip, and the share of round trips in which a message was late.
-
-    A round trip is from one delivery to the next: the time that the channel spends between a delivery and the next
-    send is not the link's, and the channel deducts it from that send.
-    """
-    delivered_s: list[float] = []
-    late = 0
-    lease = channel.pool.acquire(nbytes)
-    until_s = time.perf_counter() + _SECONDS
-    while len(delivered_s) < _MIN_TRIPS or (len(delivered_s) < _MAX_TRIPS and time.perf_counter() < until_s):
-        channel.send({}, [lease])
-        lease = channel.pool.acquire(nbytes)  # for the next one, while this one is in flight
-        answer = channel.recv(WAIT_S)
-        delivered_s.append(time.perf_counter())
-        late += answer.delivery.host_slower or bool(answer.header["late"])
-        answer.release()
-    lease.release()
-    taken_s = [after_s - before_s for before_s, after_s in pairwise(delivered_s)]
-    return percentile(taken_s, 0.5) / 2, late / len(delivered_s)

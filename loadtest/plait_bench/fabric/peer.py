@@ -5,11 +5,14 @@ It ends with its channel.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,9 +26,7 @@ from plait_fabric.protocols import Channel
 from plait_fabric.values import FabricOptions
 
 PEER_START_S = 60.0
-"""How long a peer's process may take to start on a busy machine."""
 WAIT_S = 60.0
-"""How long an answer may take before the run is abandoned."""
 
 Loop = Callable[[Channel], None]
 """What a peer does with its channel, until that ends: a function of a module, which the process imports."""
@@ -92,6 +93,30 @@ def channel_to(
             listener.accept(PEER_START_S) as channel,
         ):
             yield channel if link is None else modelled(channel, link), peer.pid
+
+
+def ping_pong(
+    channel: Channel, nbytes: int, *, seconds: float, least: int, most: float = math.inf
+) -> tuple[list[float], int]:
+    """Bounce a lease for so long and often; return the seconds from each delivery to the next, and in how many round
+    trips a message was late.
+
+    The time that a modelled channel spends between a delivery and the next send is not the link's, and the channel
+    deducts it from that send.
+    """
+    delivered_s: list[float] = []
+    late = 0
+    lease = channel.pool.acquire(nbytes)
+    until_s = time.perf_counter() + seconds
+    while len(delivered_s) < least or (len(delivered_s) < most and time.perf_counter() < until_s):
+        channel.send({}, [lease])
+        lease = channel.pool.acquire(nbytes)  # for the next one, while this one is in flight
+        answer = channel.recv(WAIT_S)
+        delivered_s.append(time.perf_counter())
+        late += answer.delivery.host_slower or bool(answer.header["late"])
+        answer.release()
+    lease.release()
+    return [after_s - before_s for before_s, after_s in pairwise(delivered_s)], late
 
 
 @contextmanager

@@ -24,7 +24,6 @@ _PAGE = mmap.PAGESIZE
 _SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
 """How long each system spins: "spinning" spins for longer than any answer takes, so that neither side ever sleeps."""
 _BARE: Mapping[str, str] = {f"bare_{name}": name for name in _SPIN_S}
-"""The ping-pong beside each system."""
 
 
 class RoundTrips(Workload):
@@ -39,15 +38,15 @@ class RoundTrips(Workload):
         """Time messages over a new channel, or to a bare peer. Whatever starts with the peer belongs to the warm-up."""
         if system in _SPIN_S:
             with channel_to(echo, options=FabricOptions(spin_s=_SPIN_S[system])) as (channel, _):
-                times_us = round_trips_us(channel, _BYTES, _WARM_UP + _REPEATS)
+                times_us = round_trips_us(channel, _WARM_UP + _REPEATS)
         else:
-            times_us = bare_round_trips_us(_BYTES, _WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)
+            times_us = bare_round_trips_us(_WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)
         return readings({"round_trip_us": percentile(times_us[_WARM_UP:], 0.5)})
 
 
-def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
+def round_trips_us(channel: Channel, repeats: int) -> list[float]:
     """Time `repeats` messages with one buffer over a channel whose peer echoes: send, receive, release."""
-    payload = memoryview(os.urandom(nbytes))
+    payload = memoryview(os.urandom(_BYTES))
     times_us: list[float] = []
     for _ in range(repeats):
         began_ns = time.perf_counter_ns()
@@ -57,14 +56,14 @@ def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
     return times_us
 
 
-def bare_round_trips_us(nbytes: int, repeats: int, *, spins: bool) -> list[float]:
+def bare_round_trips_us(repeats: int, *, spins: bool) -> list[float]:
     """Time `repeats` round trips to a child of this process."""
     descriptors = os.memfd_create("bare"), os.eventfd(0), os.eventfd(0)
     os.ftruncate(descriptors[0], 2 * _PAGE)
-    payload, times_us = os.urandom(nbytes), []
+    payload, times_us = os.urandom(_BYTES), []
     try:
-        with started(_send_back, *descriptors, nbytes, spins, pass_fds=descriptors):
-            put, take = _ends(*descriptors, nbytes, spins=spins, is_child=False)
+        with started(_send_back, *descriptors, spins, pass_fds=descriptors):
+            put, take = _ends(*descriptors, spins=spins, is_child=False)
             for number in range(1, repeats + 1):
                 began_ns = time.perf_counter_ns()
                 put(number, payload)
@@ -77,16 +76,15 @@ def bare_round_trips_us(nbytes: int, repeats: int, *, spins: bool) -> list[float
 
 
 def _ends(
-    memory: int, there: int, back: int, nbytes: int, *, spins: bool, is_child: bool
+    memory: int, there: int, back: int, *, spins: bool, is_child: bool
 ) -> tuple[Callable[[int, bytes], None], Callable[[int], bytes]]:
     """Return what sends message `number` (from 1), and what waits for one and returns its bytes."""
     both = memoryview(mmap.mmap(memory, 2 * _PAGE))
     pages = both[:_PAGE], both[_PAGE:]
     mine, theirs = reversed(pages) if is_child else pages
     ring, bell = (back, there) if is_child else (there, back)
-    mine_count, mine_bytes, theirs_count, theirs_bytes = (
-        mine[:8].cast("Q"), mine[64 : 64 + nbytes], theirs[:8].cast("Q"), theirs[64 : 64 + nbytes],
-    )  # fmt: skip
+    mine_count, theirs_count = mine[:8].cast("Q"), theirs[:8].cast("Q")
+    mine_bytes, theirs_bytes = mine[64 : 64 + _BYTES], theirs[64 : 64 + _BYTES]
 
     def put(number: int, payload: bytes) -> None:
         mine_bytes[:] = payload
@@ -104,8 +102,8 @@ def _ends(
     return put, take
 
 
-def _send_back(memory: int, there: int, back: int, nbytes: int, spins: bool) -> None:
+def _send_back(memory: int, there: int, back: int, spins: bool) -> None:
     """Send every message back, until killed."""
-    put, take = _ends(memory, there, back, nbytes, spins=spins, is_child=True)
+    put, take = _ends(memory, there, back, spins=spins, is_child=True)
     for number in count(1):
         put(number, take(number))

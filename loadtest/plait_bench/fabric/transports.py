@@ -9,14 +9,13 @@ two are left out with the reason.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plait_bench.benchmark import Reading, Workload, percentile, readings
 from plait_bench.errors import SystemUnavailable
-from plait_bench.fabric.peer import WAIT_S, bounce, channel_to
-from plait_fabric import Channel, FabricOptions, Unsupported
+from plait_bench.fabric.peer import bounce, channel_to, ping_pong
+from plait_fabric import FabricOptions, Unsupported
 from plait_fabric.transport.nixl_endpoint import load_nixl
 
 SIZES_BYTES = {"64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20, "13MB": 13_312_000}
@@ -52,17 +51,7 @@ class Transports(Workload):
         found: list[Reading] = []
         with channel_to(bounce, system.partition("_")[0], options=options) as (channel, _):
             for size, nbytes in SIZES_BYTES.items():
-                found += readings({"there_and_back_us": _trip_us(channel, nbytes)}, workload=f"{self.name}-{size}")
+                taken_s, _ = ping_pong(channel, nbytes, seconds=_SECONDS, least=_WARM_UP + _MIN_TRIPS)
+                median_us = percentile(taken_s[_WARM_UP:], 0.5) * 1e6
+                found += readings({"there_and_back_us": median_us}, workload=f"{self.name}-{size}")
         return found
-
-
-def _trip_us(channel: Channel, nbytes: int) -> float:
-    taken_us: list[float] = []
-    until_s = time.perf_counter() + _SECONDS
-    while len(taken_us) < _WARM_UP + _MIN_TRIPS or time.perf_counter() < until_s:
-        lease = channel.pool.acquire(nbytes)
-        began_s = time.perf_counter()
-        channel.send({}, [lease])
-        channel.recv(WAIT_S).release()
-        taken_us.append((time.perf_counter() - began_s) * 1e6)
-    return percentile(taken_us[_WARM_UP:], 0.5)

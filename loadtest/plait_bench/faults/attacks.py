@@ -11,7 +11,6 @@ import base64
 import io
 import json
 import os
-import re
 import struct
 import sys
 import time
@@ -80,16 +79,11 @@ class Attacker:
             await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 
     async def body(self, length: int, pieces: Iterator[bytes], *, every_s: float = 0.0) -> None:
-        """Send a body piece by piece until the server ends it, and count how that ended; "open": we ended it."""
-        began_s = time.monotonic()
-        end = "open"
-        try:
+        """Send a body piece by piece until the server ends it, and count how that ended."""
+        end = "closed"
+        with suppress(OSError):
             end = await self._posted(length, pieces, every_s)
-        except OSError:
-            end = "closed"
-        finally:
-            late = f" after {(time.monotonic() - began_s) // 10 * 10:g} s" if every_s and end != "open" else ""
-            self.ended[f"{'drip' if every_s else 'body'} {end}{late}"] += 1
+        self.ended[f"{'drip' if every_s else 'body'} {end}"] += 1
         await asyncio.sleep(_AGAIN_S)
 
     async def _posted(self, length: int, pieces: Iterator[bytes], every_s: float) -> str:
@@ -178,10 +172,7 @@ async def bodies(attacker: Attacker) -> None:
 ATTACKS: Mapping[str, Callable[[Attacker], Awaitable[None]]] = {
     attack.__name__: attack for attack in (decode, parse, lora, sizes, bodies)
 }
-"""The attacks by name."""
-
 ALL = "all"
-"""The name of all of them together."""
 
 
 @contextmanager
@@ -223,20 +214,13 @@ def _attack(name: str, url: str, turn: int) -> None:
 # ---- what they send: files that cost far more to read than to send, prompts and sizes --------------------------------
 
 PROMPT_CHARS = 32_000
-"""The longest text that the API takes."""
 
 _BRACKETS = (")", "(a)x", "((a)) ", "(a:1.1)", "[(:)]", "):", "\\:", "<a:<", "<lora:noto:1>", "BREAK ", "[a|b", "(:1")
 
 PROMPTS = tuple((text * PROMPT_CHARS)[:PROMPT_CHARS] for text in _BRACKETS)
 """Prompts of the longest kind whose marks take the most time to read, or did once."""
 
-_SCAN = re.compile(rb"\xff\xda(?:[^\xff]|\xff[\x00\xd0-\xd7])*")
-_PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def scans_of(jpeg: bytes) -> list[bytes]:
-    """Return the scans of a JPEG: each from its marker to the next one that is no restart."""
-    return _SCAN.findall(jpeg)
+SCAN, _PNG = b"\xff\xda", b"\x89PNG\r\n\x1a\n"
 
 
 def repeated_scans(*, edge: int = 4000, repeats: int = 1300) -> bytes:
@@ -245,8 +229,8 @@ def repeated_scans(*, edge: int = 4000, repeats: int = 1300) -> bytes:
     buffer = io.BytesIO()
     Image.new("L", (edge, edge), 128).save(buffer, "JPEG", progressive=True)
     plain = buffer.getvalue()
-    end = plain.rindex(b"\xff\xd9")
-    return plain[:end] + scans_of(plain)[-1] * repeats + plain[end:]
+    scan, end = plain.rindex(SCAN), plain.rindex(b"\xff\xd9")
+    return plain[:end] + plain[scan:end] * repeats + plain[end:]
 
 
 def text_chunks(*, count: int = 900_000) -> bytes:

@@ -30,7 +30,7 @@ from scipy import stats
 from plait_bench.benchmark import Reading, ResultRow, readings
 from plait_bench.commands import PLAIT, run_command
 from plait_bench.errors import SystemFailed
-from plait_bench.faults.requests import Answer, Ask, End, Form, Reply, Tally, Verdict, answer_of, mixed, verdict_of
+from plait_bench.faults.requests import WEIGHTS, Answer, Ask, End, Reply, Tally, Verdict, answer_of, mixed, verdict_of
 from plait_bench.faults.server import (
     HELD,
     OTHERS,
@@ -39,7 +39,6 @@ from plait_bench.faults.server import (
     OnServer,
     Usage,
     cancelled,
-    capacity_per_s,
     deployed,
     grown,
     send_all,
@@ -47,11 +46,8 @@ from plait_bench.faults.server import (
     watched,
 )
 
-_WEIGHTS: Mapping[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
-"""How often a request is drawn: about three rankings to two images, which take far longer."""
-
 _MAX_OPEN, _AT_ONCE, _CLIENTS = 256, 16, 8
-_ROUND, _ROUND_AT_ONCE, _STILL_SHARE, _STILL_ROUNDS = 4, 48, 0.01, 2
+_ROUND, _ROUND_AT_ONCE = 4, 48
 _GAP_S, _PAUSE_S, _GCS_S = (1.0, 3.0), (2.0, 6.0), 60.0
 _DISCONNECTS, _RECOVERY_S = 0.05, 180.0
 _REQUESTS, _LOAD_S, _WARM_ROUNDS, _STEADY_S = 500, 60.0, 12, 1800.0
@@ -61,13 +57,6 @@ _POLL_S, _SURE = 0.25, 3
 
 Turn: TypeAlias = tuple[str, float | None]
 """The kind whose process is next, and for how long it is stopped; None: it is killed."""
-
-
-def draw(asks: Sequence[Ask], seed: int = 1) -> Iterator[Ask]:
-    """Draw requests without end."""
-    rng, weights = random.Random(seed), [_WEIGHTS[ask.form] for ask in asks]
-    while True:
-        yield from rng.choices(asks, weights, k=64)
 
 
 async def send_at_pace(
@@ -82,6 +71,7 @@ async def send_at_pace(
     """Send requests until `until` returns true, then wait until all have ended; the clients of a share of them
     disconnect within a second. Times and requests are drawn, and do not depend on what the server does."""
     rng, room, next_s = random.Random(1), asyncio.Semaphore(_MAX_OPEN), time.monotonic()
+    weights = [WEIGHTS[ask.form] for ask in asks]
 
     async def one(ask: Ask, leave_after_s: float | None) -> None:
         try:
@@ -90,9 +80,8 @@ async def send_at_pace(
             room.release()
 
     async with asyncio.TaskGroup() as tasks:
-        for ask in draw(asks):
-            if until():
-                break
+        while not until():
+            (ask,) = rng.choices(asks, weights)
             next_s += rng.expovariate(per_s)
             leaves, after_s = rng.random() < disconnects, rng.uniform(0.0, 1.0)
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
@@ -148,31 +137,22 @@ class Mixed(OnServer):
         return verdict_of(ask, reply, self.expected[ask.key], in_our_stead=in_our_stead)
 
     async def begin(self) -> None:
-        """Record every answer, and warm up until a round of load adds no memory any more."""
+        """Record every answer, and warm up."""
         async with Client(self.server.url) as client:
             self.asks = mixed(1, (await client.get("/v2/models/picks/example")).json())
             self.expected = await quiet(client, self.asks)
             self.say(f"{len(self.asks)} requests have answers, alone and in company")
-            self.before, self.warmed = await self.at_rest(client)
+            self.before = await self.at_rest(client)
 
-    async def at_rest(self, client: Client, rounds: int | None = None) -> tuple[Usage, int]:
-        """Return what the server holds when a round of load adds no memory any more, or after so many `rounds`; and how
-        many there were.
-
-        An engine and its ControlNets compile programs for shapes that recur, up to a bound: batches of other sizes and
-        LoRA sets add to what they hold for a while. So what fresh processes hold is compared after as many rounds as
-        the old ones had, not after fewer.
-        """
-        rng, held, still, number = random.Random(0), await settled(self.server), 0, 0
-        most = _WARM_ROUNDS if rounds is None else rounds
-        while number < most and (rounds is not None or still < _STILL_ROUNDS):
+    async def at_rest(self, client: Client) -> Usage:
+        """Return what the server holds after some rounds of load, in which an engine and its ControlNets compile
+        programs for shapes that recur, up to a bound."""
+        rng = random.Random(0)
+        for _ in range(_WARM_ROUNDS):
             many = self.asks * _ROUND
             rng.shuffle(many)
             await send_all(client, many, at_once=_ROUND_AT_ONCE)
-            before, held, number = held, await settled(self.server), number + 1
-            self.say(f"round {number}: {held.memory_bytes / 2**20:,.0f} MiB")
-            still = still + 1 if held.memory_bytes < (1 + _STILL_SHARE) * before.memory_bytes else 0
-        return held, number
+        return await settled(self.server)
 
 
 class Ends(Mixed):
@@ -201,7 +181,7 @@ class Ends(Mixed):
             self.say("quiet again")
             after = [pair for at_once in (1, _AT_ONCE) for pair in await send_all(client, self.asks, at_once=at_once)]
             await client.prepared()
-            held, _ = await self.at_rest(client, self.warmed)
+            held = await self.at_rest(client)
         ends, all_ends, afterwards = {"none": Tally()}, Tally(), Tally()
         for ask, reply in sorted(replies, key=lambda pair: pair[1].ended_s):
             last = next((fault.name for fault in reversed(self.faults) if fault.at_s <= reply.ended_s), "none")
@@ -379,9 +359,9 @@ class Steady(Mixed):
     async def measured(self, system: str, number: int) -> list[Reading]:
         """Offer the load, and sample; the first tenth of the samples does not count."""
         ends = Tally()
+        per_s = _SHARE * self.capacity_per_s(self.asks, seconds=_CAPACITY_S, clients=_CLIENTS)
+        self.say(f"{per_s:.2f} requests/s are offered for {_STEADY_S / 60:g} minutes")
         async with Client(self.server.url) as client:
-            per_s = _SHARE * await capacity_per_s(client, draw(self.asks), seconds=_CAPACITY_S, clients=_CLIENTS)
-            self.say(f"{per_s:.2f} requests/s are offered for {_STEADY_S / 60:g} minutes")
             until_s = time.monotonic() + _STEADY_S
             async with watched(self.server.usage, every_s=_EVERY_S) as samples:
                 await send_at_pace(
@@ -390,7 +370,7 @@ class Steady(Mixed):
                 )  # fmt: skip
         counted = samples[int(_WARM_SHARE * len(samples)) :]
         for name in SAMPLED:
-            values = [usage.counts[name] / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
+            values = [usage[name] / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
             self.slopes[name] = slope_of([at_s for at_s, _ in counted], values)
         self.missed += ends.failures if ends.ends[End.RIGHT] else ["no answer was right"]
         self.missed += [f"{name} grows by {it.per_hour:.3g} per hour" for name, it in self.slopes.items() if it.grows]

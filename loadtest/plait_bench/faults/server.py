@@ -30,14 +30,19 @@ import psutil
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload
 from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
-from plait_bench.faults.requests import Ask, End, Reply, verdict_of
+from plait_bench.faults.requests import WEIGHTS, Ask, End, Reply, verdict_of
 from plait_bench.images.fleet import status_of, with_descendants
 from plait_bench.images.ours import prepared_parts
+from plait_loadtest.scenario import Arrivals, ClosedLoopCallers, LoadTarget, RawClass, Scenario, Slo
+from plait_loadtest.session import FinishedRun, run_scenario
 
 T = TypeVar("T")
 
 Values: TypeAlias = Mapping[tuple[str, str], ResultRow]
 """Rows by system and metric."""
+
+Usage: TypeAlias = Counter[str]
+"""What a server holds at one moment."""
 
 Promise: TypeAlias = tuple[str, float, float]
 """What is promised, what it was, and the most that it may be."""
@@ -87,10 +92,10 @@ class FaultServer:
         return {pid for pid, kind in self.processes().items() if kind not in OTHERS | {"gcs"}}
 
     def usage(self) -> Usage:
-        """Look at its processes and its folder now."""
+        """Return what is held now: by the names in `HELD`, and the memory of each kind of process."""
         kinds, below = self.processes(), with_descendants([self.root])
         held = {pid: status_of(pid) for pid in kinds}
-        memory: Counter[str] = Counter()
+        memory: Usage = Counter()
         for pid, kind in kinds.items():
             memory[kind] += held[pid].get("RssAnon", 0) + held[pid].get("RssShmem", 0)
         files = [target for pid in kinds for target in _descriptors(pid)]
@@ -106,7 +111,7 @@ class FaultServer:
             "zombies": sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
             "orphans": len(kinds.keys() - below),
         }
-        return Usage(counts=counts, memory_by_kind=dict(memory))
+        return memory + Counter(counts)
 
     def own_memory(self) -> Counter[str]:
         """Return what the processes of each kind hold, in bytes: their proportional sets without pages of files."""
@@ -256,6 +261,22 @@ class OnServer(Workload):
         more = [f"{what}: {value:.2f}, more than {most:g}" for what, value, most in promises if value > most]
         return [*dict.fromkeys(self.missed), *more]
 
+    def loaded(
+        self, asks: Iterable[Ask], arrivals: Arrivals, seconds: float, *, key: str = "", within_s: float = 60.0
+    ) -> FinishedRun:
+        """Have the load tester ask for all of these; an answer is good if it comes `within_s`."""
+        mix = [
+            RawClass(name=ask.key, weight=WEIGHTS[ask.form], method="POST", path=ask.path, body=ask.body.decode())
+            for ask in asks
+        ]
+        target = LoadTarget(url=self.server.url, api="raw", headers={"authorization": f"Bearer {key}"} if key else {})
+        slo = Slo(latency_ms=1e3 * within_s)
+        return run_scenario(Scenario(target=target, mix=tuple(mix), arrivals=arrivals, duration_s=seconds, slo=slo))
+
+    def capacity_per_s(self, asks: Iterable[Ask], *, seconds: float, clients: int, key: str = "") -> float:
+        """Measure how many requests are answered per second where `clients` ask without a pause."""
+        return self.loaded(asks, ClosedLoopCallers(concurrency=clients), seconds, key=key).summary.total.achieved_per_s
+
     def take(self, system: str, number: int) -> Sequence[Reading]:
         """Measure a state of the server."""
         return asyncio.run(self.measured(system, number))
@@ -274,32 +295,19 @@ HELD = (
     "processes", "memory_bytes", "shared_bytes", "threads", "descriptors", "sockets", "socket_files", "shm_files",
     "zombies", "orphans",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What a server holds at one moment, by the names in `HELD`. `socket_files`: in its folder; `orphans`: processes of
-    the run that are no descendants of the one that started it."""
-
-    counts: Mapping[str, int]
-    memory_by_kind: Mapping[str, int]
-
-    @property
-    def memory_bytes(self) -> int:
-        """All memory."""
-        return self.counts["memory_bytes"]
+"""`socket_files`: in its folder; `orphans`: processes of the run that are no descendants of the one that started it."""
 
 
 def grown(before: Usage, after: Usage) -> list[str]:
     """Return what is more afterwards than it may be, in words; of memory also whose, the most first."""
-    found, now = [], after.counts
-    for name, was in before.counts.items():
+    found = []
+    for name in HELD:
+        was, now = before[name], after[name]
         share = MEMORY_SHARE if name in ("memory_bytes", "threads", "descriptors", "sockets") else 0.0
-        if now[name] > was + max(share * was, _SLACK.get(name, 0)):
-            found.append(f"{name} grew from {was} to {now[name]}")
-            if name == "memory_bytes":
-                more = Counter(after.memory_by_kind) - Counter(before.memory_by_kind)
-                found[-1] += "".join(f", {kind} by {held}" for kind, held in more.most_common())
+        if now > was + max(share * was, _SLACK.get(name, 0)):
+            more = (after - before).most_common() if name == "memory_bytes" else []
+            whose = "".join(f", {kind} by {held}" for kind, held in more if kind not in HELD)
+            found.append(f"{name} grew from {was} to {now}{whose}")
     return found
 
 
@@ -310,8 +318,8 @@ async def settled(server: FaultServer) -> Usage:
     while still < _STILL and time.monotonic() < until_s:
         await asyncio.sleep(_PERIOD_S)
         before, now = now, await asyncio.to_thread(server.usage)
-        moved = abs(now.memory_bytes - before.memory_bytes) / max(1, before.memory_bytes)
-        still = still + 1 if moved < _STILL_SHARE and now.counts["processes"] == before.counts["processes"] else 0
+        moved = abs(now["memory_bytes"] - before["memory_bytes"]) / max(1, before["memory_bytes"])
+        still = still + 1 if moved < _STILL_SHARE and now["processes"] == before["processes"] else 0
     return now
 
 
@@ -413,18 +421,6 @@ async def offered(send: Callable[[int], Awaitable[T]], per_s: float, seconds: fl
         return result, time.monotonic() - due_s
 
     return await asyncio.gather(*(one(number) for number in range(max(1, round(per_s * seconds)))))
-
-
-async def capacity_per_s(client: Client, asks: Iterator[Ask], *, seconds: float, clients: int) -> float:
-    """Measure how many requests are answered per second where `clients` ask without a pause."""
-    began_s, statuses = time.monotonic(), list[int | None]()
-
-    async def one() -> None:
-        while time.monotonic() < began_s + seconds:
-            statuses.append((await client.send(next(asks))).status)
-
-    await asyncio.gather(*(one() for _ in range(clients)))
-    return statuses.count(200) / (time.monotonic() - began_s)
 
 
 @asynccontextmanager

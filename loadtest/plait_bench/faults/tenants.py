@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,13 @@ from plait_bench.benchmark import Reading, ResultRow, percentile, readings
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.attacks import ALL, KEYS, LORA_SETS, attacking
 from plait_bench.faults.killing import quiet
-from plait_bench.faults.requests import ERROR_MEMBERS, Ask, End, Reply, Tally, Verdict, image_ask, verdict_of
-from plait_bench.faults.server import (
-    Client,
-    OnServer,
-    Promise,
-    Values,
-    cancelled,
-    capacity_per_s,
-    offered,
-    send_all,
-    watched,
-)
-from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, RawClass, Scenario
-from plait_loadtest.session import run_scenario
+from plait_bench.faults.requests import Ask, End, Tally, Verdict, image_ask, verdict_of
+from plait_bench.faults.server import Client, OnServer, Promise, Values, cancelled, offered, send_all, watched
+from plait_loadtest.scenario import ClosedLoopCallers, ConstantArrivals
 from plait_serving.images.config import STARTER_FOLDER, STARTER_MODEL
 
 _CLIENTS, _RAMP_S, _SEED = 32, 5.0, 10_000
+_KINDS = 64  # of images that differ
 
 
 def two_tenants(**images: Any) -> dict[str, Any]:
@@ -93,25 +82,21 @@ class Share(Flood):
     async def begin(self) -> None:
         """Measure the capacity: so many different images at once fill the batches."""
         await super().begin()
-        async with self.client() as b:
-            asks = cycle([_image(number) for number in range(_CLIENTS)])
-            self.per_s = self.share * await capacity_per_s(b, asks, seconds=self.round_s, clients=_CLIENTS)
+        asks = [_image(number) for number in range(_CLIENTS)]
+        capacity = self.capacity_per_s(asks, seconds=self.round_s, clients=_CLIENTS, key=KEYS["b"])
+        self.per_s = self.share * capacity
         self.say(f"B offers {self.per_s:.2f} images/s")
 
     async def measured(self, system: str, number: int) -> list[Reading]:
-        """Offer B's requests at an even rate."""
-        async with self.client("a") as a, self.client() as b:
-            if system == "alone":
-                return await self._served(b)
-            flood = [asyncio.create_task(_asking(a, connection)) for connection in range(self.connections)]
-            async with cancelled(flood):
+        """Offer B's requests at an even rate, A's without a pause."""
+        flood, asks = ClosedLoopCallers(concurrency=self.connections), [_image(i) for i in range(_KINDS)]
+        rate, mine = ConstantArrivals(rate_per_s=self.per_s), [_image(_SEED + i) for i in range(_KINDS)]
+        with ThreadPoolExecutor() as threads:
+            if system == "beside":
+                threads.submit(self.loaded, asks, flood, _RAMP_S + self.round_s, key=KEYS["a"])
                 await asyncio.sleep(_RAMP_S)
-                return await self._served(b)
-
-    async def _served(self, b: Client) -> list[Reading]:
-        taken = await offered(lambda number: b.send(_image(_SEED + number)), self.per_s, self.round_s)
-        in_time = sum(reply.status == 200 and taken_s <= self.within_s for reply, taken_s in taken)
-        return readings({"goodput_per_s": in_time / self.round_s})
+            served = self.loaded(mine, rate, self.round_s, key=KEYS["b"], within_s=self.within_s)
+        return readings({"goodput_per_s": served.summary.total.goodput_per_s})
 
     def promises(self, values: Values) -> Iterator[Promise]:
         """Judge the goodput."""
@@ -145,13 +130,6 @@ class FirstImage(Flood):
         """Judge the delay."""
         alone, beside = (values[system, "first_image_s"].value for system in self.systems)
         yield "the delay in requests of its kind", (beside - alone) / alone, 1.0
-
-
-async def _asking(client: Client, number: int) -> None:
-    """Ask without a pause, for ever; after a refusal again at once, whatever retry-after says."""
-    while True:
-        if (await client.send(_image(number))).status != 200:
-            await asyncio.sleep(0.1)
 
 
 async def _in_flight(client: Client) -> int:
@@ -207,7 +185,7 @@ class Neighbour(Beside):
         self.asks = [_image(number, steps=20, loras=loras if number in with_lora else []) for number in range(16)]
         async with self.client(hung_s=60.0) as b:
             self.expected = await quiet(b, self.asks)
-            capacity = await capacity_per_s(b, cycle(self.asks), seconds=20.0, clients=_CLIENTS)
+        capacity = self.capacity_per_s(self.asks, seconds=20.0, clients=_CLIENTS, key=KEYS["b"])
         self.per_s = self.share * capacity
         self.say(f"{self.attack}: capacity {capacity:.2f} images/s; the neighbour asks for {self.per_s:.2f}")
         self.before = await asyncio.to_thread(self._held_mib)
@@ -335,12 +313,12 @@ class ManyModels(Beside):
             ]
             before = self.server.replicas()
             async with watched(self.server.own_memory, every_s=1.0) as seen:
-                replies = [reply for _, reply in await send_all(client, asks * 2, at_once=2)]
+                replies = await send_all(client, asks * 2, at_once=2)
                 await asyncio.sleep(2.0)
         values = {
             "engine_mib": max(held["engine"] for _, held in seen) / 2**20,
             "requests": len(replies),
-            "broken": sum(map(_is_broken, replies)),
+            "broken": sum(verdict_of(*each, None).end not in (End.RIGHT, End.DOCUMENTED) for each in replies),
             "killed": len(before - self.server.replicas()),
         }
         return readings(values)
@@ -355,16 +333,6 @@ class ManyModels(Beside):
         }
         for metric, (what, most) in whats.items():
             yield what, values[self.systems[1], metric].value, most
-
-
-def _is_broken(reply: Reply) -> bool:
-    """Return whether a request was neither answered nor refused in the API's form."""
-    if reply.status == 200 and reply.failure is None:
-        return False
-    try:
-        return set(json.loads(reply.body)["error"]) != ERROR_MEMBERS
-    except (ValueError, KeyError, TypeError):
-        return True
 
 
 class ManyFiles(Beside):
@@ -439,15 +407,8 @@ class Refusals(OnServer):
 
     async def measured(self, system: str, number: int) -> list[Reading]:
         """Ask for a while, then wait for what was asked: the slowest answers are those that count."""
-        ask = _image(1, steps=20)
-        scenario = Scenario(
-            target=LoadTarget(url=self.server.url, api="raw", path=ask.path),
-            mix=(RawClass(method="POST", body=ask.body.decode()),),
-            arrivals=ClosedLoopCallers(concurrency=self.connections),
-            duration_s=self.round_s,
-            limits=GeneratorLimits(drain_s=120.0),
-        )
-        records = run_scenario(scenario).result.records
+        callers = ClosedLoopCallers(concurrency=self.connections)
+        records = self.loaded([_image(1, steps=20)], callers, self.round_s).result.records
         refused = records[records["status"] == 429]
         taken_s = ((refused["done_ns"] - refused["scheduled_ns"]) / 1e9).tolist() or [float("inf")]
         return readings({"refused_p99_s": percentile(taken_s, 0.99)})

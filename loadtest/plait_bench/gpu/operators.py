@@ -24,7 +24,7 @@ _SHAPES = ((2, 320, 128, 128), (2, 1920, 64, 64), (2, 2560, 8, 8), (3, 640, 144,
 def operators(run: GpuRun) -> None:
     """Compare and time each that a GPU has."""
     _promises(run)
-    for workload in benchmark(only=("geglu",) if run.tiny else ()).workloads:
+    for workload in benchmark(only=("geglu-sdxl-4096x2560",) if run.tiny else ()).workloads:
         if run.left_s <= 0:
             return
         names = tuple(name for name in workload.systems if not (run.tiny and name == COMPILED))

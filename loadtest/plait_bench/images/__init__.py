@@ -6,22 +6,20 @@ differ in the one setting that their name says; `plait_engine` is the engine in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
 from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
 from plait_bench.commands import environment, write_random_model
 from plait_bench.errors import BenchError
-from plait_bench.images.fleet import ItemList, System, WorkerFleet
-from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet, PixelCheck, StartWorkload
+from plait_bench.images.fleet import ItemList, System
+from plait_bench.images.measured import OnFleets, PixelCheck, StartWorkload
 from plait_bench.images.orders import (
     START,
-    DeviceName,
     DTypeName,
     ImageSize,
     ImageSpec,
@@ -55,9 +53,9 @@ def interpreter() -> Path:
 def _formats(way: str, items: ItemList) -> tuple[str, ...]:
     """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too; a
     transformer, which has hardly any convolutions, as it is and compiled."""
-    if items.settings.get("is_transformer"):
+    if items.settings["is_transformer"]:
         return ("", "compiled")
-    if items.settings.get("device") != "cuda":
+    if items.settings["device"] != "cuda":
         return ("", "channels_last")
     return ("",) if way == "stock" else ("channels_last", "compiled")
 
@@ -117,9 +115,7 @@ SYSTEMS: Mapping[str, System] = {
         _ours("plait"),
         _ours("plait_exact", knobs={"exact": "always"}),
         _ours("plait_torch", executor="torch"),
-        # A ControlNet as a service: on the cores that the engine uses too, or on one that the engine leaves to it.
-        _ours("plait_shared", knobs={"controlnet_placement": "remote"}),
-        _ours("plait_own_cores", knobs={"controlnet_placement": "remote"}, is_split=True),
+        _ours("plait_shared", knobs={"controlnet_placement": "remote"}),  # a ControlNet as a service
         _ours("plait_engine", "InProcessEngine"),
         _diffusers("diffusers_fair", "fair", in_runs),
         _diffusers("diffusers", "stock"),
@@ -130,14 +126,13 @@ SYSTEMS: Mapping[str, System] = {
         ),
     )
 }  # fmt: skip
-"""All systems, in the order of the table."""
 
 _TORCH = ("plait", "plait_torch", "diffusers_fair", "diffusers")
 _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     START: ("plait", "diffusers", "openvino"),
     "single": ("plait", "plait_exact", "plait_torch", "diffusers_fair", "diffusers", "openvino"),
     "controlnet": _TORCH,
-    "controlnet-service": ("plait", "plait_shared", "plait_own_cores", "diffusers_fair"),
+    "controlnet-service": ("plait", "plait_shared", "diffusers_fair"),
     "lora": _TORCH,
     "same4": ("plait", "plait_torch", "diffusers_fair", "diffusers_batched", "openvino"),
     "same16": (*_TORCH, "diffusers_batched"),
@@ -145,14 +140,12 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "mixed16": _TORCH,
     "distinct16": _TORCH,
 }
-_REMOTE = (START, "controlnet", "controlnet-service", "mixed16")
 _WITHOUT_START = {"plait_engine", "diffusers_fair", "diffusers_batched"}
 _ONLY: Mapping[str, tuple[str, ...]] = {
     "openvino": (START, "single", "same4"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
     "diffusers_batched": ("same4", "same16"),
-    **dict.fromkeys(("plait_shared", "plait_own_cores"), _REMOTE),
+    "plait_shared": (START, "controlnet", "controlnet-service", "mixed16"),
 }
-"""What some systems can do."""
 
 _OF_TRANSFORMERS = frozenset(("plait", "plait_engine", "diffusers_fair", "diffusers", "diffusers_batched"))
 """Those that differ there, and can run one."""
@@ -167,7 +160,7 @@ def benchmark(
     size: str = "starter",
     edge: int | None = None,
     dtype: str = "auto",
-    device: DeviceName = "cpu",
+    device: Literal["cpu", "cuda"] = "cpu",
     systems: Sequence[str] = (),
 ) -> Benchmark:
     """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
@@ -177,31 +170,24 @@ def benchmark(
     The models of a real size that are missing are written first. Raises `BenchError` if models are missing, or a name
     is unknown.
     """
-    kind = size_of(size)
+    kind = size_of(size).for_gpu() if device == "cuda" else size_of(size)
     root = models or (cache_folder() / kind.name if kind.family else _starter())
     names = chosen(only, kind.workloads, "workload")
     chosen(systems, tuple(SYSTEMS), "system")
     measured = dtypes(dtype, device)[-1:] if kind.is_transformer else dtypes(dtype, device)
-    varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each, device=device) for each in measured]
+    varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each) for each in measured]
     needed = ModelFolder.of(root, kind, [item for name in names for item in workload(name, varieties[0]).items])
     if not kind.family and (absent := needed.missing()):
         raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
-    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems)
+    write = partial(write_missing, needed, kind)
+    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems, prepare=write)
     starts = []
     for variety in varieties if START in names else ():
         items = workload(START, variety).items
         settings = _settings(root, variety, items)
         known = [SYSTEMS[name].given(settings) for name in taking_part(START, kind, systems)]
-        starts.append(StartWorkload(variety.row_name(START), known, items[0]))
-
-    @contextmanager
-    def session(say: Say) -> Iterator[None]:
-        if kind.family:
-            write_missing(needed, kind, say)
-        with fleets.session(say):
-            yield
-
-    return Benchmark(workloads=(*starts, *fleets.workloads), session=session)
+        starts.append(StartWorkload(variety.row_name(START), known, items[0], prepare=write))
+    return Benchmark(workloads=(*starts, *fleets))
 
 
 def on_fleets(
@@ -210,34 +196,25 @@ def on_fleets(
     names: Sequence[str],
     systems: Sequence[str] = (),
     *,
-    open_fleet: OpenFleet = WorkerFleet,
     host_cores: int = 0,
-) -> Benchmark:
-    """Make the workloads that have orders, on the whole host or so many cores."""
-    size, lists = varieties[0].size, list[ItemList]()
-    for variety in varieties:
-        every = [item for name in names for item in workload(name, variety).items]
-        for name in names:
-            items = workload(name, variety)
-            # Where all systems stay open, they keep their models from workload to workload.
-            is_separate = size.max_open and not variety.on_gpu
-            settings = _settings(root, variety, items.items if is_separate else every)
-            taken = taking_part(name, size, systems, on_gpu=variety.on_gpu)
-            lists += _parts(replace(items, settings=settings), taken, variety)
-    used = [system for name, system in SYSTEMS.items() if any(name in each.systems for each in lists)]
-    max_open = 0 if varieties[0].on_gpu else size.max_open
-    pool = FleetPool(used, lists, cores=host_cores or cores(), max_open=max_open, open_fleet=open_fleet)
-    check = PixelCheck()
-    return Benchmark(workloads=tuple(OnFleets(each, pool, check) for each in lists), session=pool.session)
+    **given: Any,
+) -> list[OnFleets]:
+    """Make the workloads that have orders, on the whole host or so many cores. `given`: as `OnFleets` has it."""
+    size, check, lists = varieties[0].size, PixelCheck(), list[ItemList]()
+    for name, variety in [(name, variety) for variety in varieties for name in names]:
+        items = workload(name, variety)
+        items = replace(items, settings=_settings(root, variety, items.items))
+        lists += _parts(items, taking_part(name, size, systems), size)
+    given |= {"cores": host_cores or cores(), "max_open": size.max_open}
+    return [OnFleets(each, list(SYSTEMS.values()), check, **given) for each in lists]
 
 
-def _parts(items: ItemList, names: Sequence[str], variety: Variety) -> list[ItemList]:
+def _parts(items: ItemList, names: Sequence[str], size: ImageSize) -> list[ItemList]:
     """Return the workload; where not all systems fit in memory, once for each peer, beside ours.
 
     Two systems that are open in turn would otherwise be opened anew for every round.
     """
-    size = variety.size
-    if variety.on_gpu or not size.max_open or len(names) <= size.max_open or size.max_open == 1:
+    if not size.max_open or len(names) <= size.max_open or size.max_open == 1:
         return [replace(items, systems=frozenset(names))] if names else []
     ours, *others = names
     peers = sorted(others, key=lambda name: (not name.startswith("diffusers"), others.index(name)))  # the reference
@@ -246,37 +223,36 @@ def _parts(items: ItemList, names: Sequence[str], variety: Variety) -> list[Item
 
 def _settings(root: Path, variety: Variety, orders: Sequence[ImageSpec]) -> dict[str, Any]:
     """Return what the systems are built with: the models that the orders need, and how to run them."""
-    models = ModelFolder.of(root, variety.size, orders)
     return {
-        "models": models,
+        "models": ModelFolder.of(root, variety.size, orders),
         "dtype": variety.dtype,
         "edge": variety.image_edge,
-        "device": variety.device,
+        "device": "cuda" if variety.size.on_gpu else "cpu",
         "is_transformer": variety.size.is_transformer,
     }
 
 
-def dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
+def dtypes(asked: str, device: str = "cpu") -> tuple[DTypeName, ...]:
     """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does; on a GPU
     float16, the default there. Raises `BenchError`."""
-    if device == "cuda":
-        return (cast("DTypeName", "float16" if asked == "auto" else asked),)
     from plait_kernels.cores import has_bfloat16
 
     native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
+    if device == "cuda":
+        native = ("float16",) if asked == "auto" else ("float32", "bfloat16", "float16")
     found = tuple(dtype for dtype in native if asked in ("auto", dtype))
     if not found:
-        raise BenchError(f"this CPU does not compute in {asked}: emulated, it would say nothing")
+        raise BenchError(f"this machine does not compute in {asked}: emulated, it would say nothing")
     return found
 
 
-def taking_part(name: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu: bool = False) -> tuple[str, ...]:
+def taking_part(name: str, size: ImageSize, named: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the systems of a workload, ours first: its own, or all that were named and can do it.
 
     At real size the stock pipeline takes part only where it differs from the fair one. On a GPU it does everywhere, and
     our engine is measured in its own process, like the pipelines.
     """
-    if on_gpu:
+    if size.on_gpu:
         return tuple(system for system in _ON_GPU if not named or system in named)
     if named:
         able = {system for system in named if name in _ONLY.get(system, (name,))}
@@ -289,9 +265,9 @@ def taking_part(name: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu
 
 def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
     """Write the models of a size that are missing, with random weights. Raises `BenchError`."""
-    (folder.root / "loras").mkdir(parents=True, exist_ok=True)
     for absent in folder.missing():
         path = absent if absent.suffix == ".safetensors" else absent.parent
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path in folder.controlnets.values():
             command = [f"{size.family}-controlnet"]
         elif path == folder.base:

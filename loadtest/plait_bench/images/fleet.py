@@ -158,11 +158,8 @@ class WorkerFleet:
         return [worker.pid for worker in self._processes]
 
     def configure(self, layout: ProcessLayout) -> None:
-        """Send the layout to the processes that it uses. Raises ValueError if there are too few."""
-        active = self._processes[: layout.processes]
-        if len(active) < layout.processes:
-            raise ValueError(f"{self._system.name} has {len(active)} processes, not {layout.processes}")
-        _tell(active, "configure", threads=layout.threads, variant=layout.variant)
+        """Send the layout to the processes that it uses."""
+        _tell(self._processes[: layout.processes], "configure", threads=layout.threads, variant=layout.variant)
         self._layout = layout
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> tuple[float, list[Item]]:

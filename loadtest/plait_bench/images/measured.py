@@ -1,4 +1,5 @@
-"""Lists of items on systems in worker processes as workloads: processes are started when first needed, and kept.
+"""Lists of items on systems in worker processes as workloads. Each workload starts its own, so that its peaks of memory
+are its own, too.
 
 Only the fleet that is measured runs: the others are paused, because a server that idles (Ray's processes do) takes time
 from whom is measured beside it.
@@ -15,12 +16,11 @@ from dataclasses import replace
 import numpy as np
 
 from plait_bench.benchmark import Reading, Say, Subject, Workload, cores, readings
-from plait_bench.errors import Disagreement, SystemUnavailable
+from plait_bench.errors import Disagreement
 from plait_bench.images.fleet import ItemList, ProcessLayout, System, WorkerFleet
 from plait_bench.images.orders import ImageArray, ImageSpec
 
 OpenFleet = Callable[[System, int], WorkerFleet]
-"""`(system, processes) -> its workers`."""
 
 _PEAK = {"peak_memory_gib": "GiB"}
 DECIDING = "images_per_s"
@@ -39,109 +39,56 @@ _REFERENCES = ("diffusers", "diffusers_fair", "diffusers_batched")
 """Whose images the others must equal: that of the first that takes part."""
 
 
-class FleetPool:
-    """The worker processes of the `systems`, the one that was used last the last. At most `max_open` (0: all) are open:
-    beyond that, the one that was used longest ago is closed, and opened and warmed up again for its next round."""
-
-    def __init__(
-        self,
-        systems: Sequence[System],
-        workloads: Sequence[ItemList],
-        *,
-        cores: int,
-        max_open: int = 0,
-        open_fleet: OpenFleet = WorkerFleet,
-    ) -> None:
-        self.systems = {system.name: system for system in systems}
-        self._workloads, self._cores, self._max_open = workloads, cores, max_open
-        self._open_fleet = open_fleet
-        self._open: dict[str, tuple[Mapping[str, object], WorkerFleet]] = {}
-        self._ready: dict[WorkerFleet, tuple[ItemList, ProcessLayout]] = {}
-        self._missing: dict[str, SystemUnavailable] = {}
-        self._say: Say = lambda _: None
-
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
-        """Stop all processes at the end."""
-        self._say = say
-        try:
-            yield
-        finally:
-            while self._open:
-                self._close(next(iter(self._open)))
-
-    def layouts(self, name: str, items: ItemList) -> dict[str, ProcessLayout]:
-        """Return a system's layouts for a workload, by name."""
-        system, plain = self.systems[name], items.layouts(self._cores)
-        if system.is_own_layout:
-            return {str(OWN_LAYOUT): OWN_LAYOUT}
-        found = [replace(layout, variant=variant) for layout in plain for variant in system.variants(items)]
-        return {str(layout): layout for layout in found}
-
-    def fleet(self, name: str, items: ItemList) -> WorkerFleet:
-        """Return a system's workers, enough for its widest layout, with the workload's settings.
-
-        Raises `SystemUnavailable`.
-        """
-        if name in self._missing:
-            raise self._missing[name]
-        there = self._open.pop(name, None)
-        if there is not None and there[0] != items.settings:
-            there[1].close()
-            there = None
-        for _, other in self._open.values():
-            other.pause()
-        self._open[name] = (items.settings, self._start(name, items)) if there is None else there
-        self._open[name][1].resume()
-        return self._open[name][1]
-
-    def at_hand(self, name: str, items: ItemList, layout: ProcessLayout) -> WorkerFleet:
-        """Return a system's workers in a layout; those that are new to it, or to the workload, are warmed up."""
-        fleet = self.fleet(name, items)
-        if self._ready.get(fleet) != (items, layout):
-            fleet.configure(layout)
-            fleet.run(items.warm_up, one_by_one=items.one_by_one)
-            self._ready[fleet] = items, layout
-        return fleet
-
-    def _start(self, name: str, items: ItemList) -> WorkerFleet:
-        while self._max_open and len(self._open) >= self._max_open:
-            self._close(next(iter(self._open)))
-        alike = [each for each in self._workloads if each.settings == items.settings and name in each.systems]
-        processes = max(layout.processes for each in alike for layout in self.layouts(name, each).values())
-        self._say(f"starting {name} in {processes} process(es)")
-        try:
-            return self._open_fleet(self.systems[name].given(items.settings), processes)
-        except SystemUnavailable as error:
-            self._missing[name] = error
-            raise
-
-    def _close(self, name: str) -> None:
-        self._open.pop(name)[1].close()
-
-
 class OnFleets(Workload):
-    """One list of items. `check` compares the systems' images."""
+    """One list of items, on the worker processes of the systems, of which the one that was used last is the last.
+
+    At most `max_open` (0: all) are open: beyond that, the one that was used longest ago is closed, and opened and
+    warmed up again for its next round. `check` compares the systems' images.
+    """
 
     metrics: Mapping[str, str] = {DECIDING: "images/s", **_PEAK}
     compared = frozenset({DECIDING})
     deciding = DECIDING
 
-    def __init__(self, items: ItemList, pool: FleetPool, check: PixelCheck) -> None:
-        self._items, self._pool, self._check = items, pool, check
-        self.name = items.name
-        self.systems = tuple(name for name in pool.systems if name in items.systems)
+    def __init__(
+        self,
+        items: ItemList,
+        systems: Sequence[System],
+        check: PixelCheck,
+        *,
+        cores: int,
+        max_open: int = 0,
+        prepare: Callable[[Say], None] = lambda _: None,
+        open_fleet: OpenFleet = WorkerFleet,
+    ) -> None:
+        self._items, self._check, self._prepare = items, check, prepare
+        self._known = {each.name: each.given(items.settings) for each in systems if each.name in items.systems}
+        self.name, self.systems = items.name, tuple(self._known)
+        self._cores, self._max_open, self._open_fleet = cores, max_open, open_fleet
         self._chosen: dict[str, ProcessLayout] = {}
+        self._open: dict[str, WorkerFleet] = {}
+        self._ready: dict[WorkerFleet, ProcessLayout] = {}
+
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
+        """Stop all processes at the end."""
+        self._prepare(say)
+        self._say = say
+        try:
+            yield
+        finally:
+            while self._open:
+                self._close_oldest()
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the system's layouts."""
-        return list(self._pool.layouts(system, self._items))
+        return list(self._offered(system))
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the system's processes, for a layout."""
-        self._pool.fleet(system, self._items)
-        self._chosen[system] = self._pool.layouts(system, self._items)[layout]
+        self._fleet(system)
+        self._chosen[system] = self._offered(system)[layout]
         yield Subject(
             lambda _: self._measured(system, len(self._items.items)),
             warm_up=lambda: self._at_hand(system),
@@ -169,8 +116,41 @@ class OnFleets(Workload):
         return self._at_hand(system).run(items, one_by_one=self._items.one_by_one, keep=keep)
 
     def _at_hand(self, system: str) -> WorkerFleet:
-        """Return the system's processes, which may have been closed, or set to another layout, between rounds."""
-        return self._pool.at_hand(system, self._items, self._chosen[system])
+        """Return the system's processes in its layout; those that are new to it are warmed up."""
+        fleet, layout = self._fleet(system), self._chosen[system]
+        if self._ready.get(fleet) != layout:
+            fleet.configure(layout)
+            fleet.run(self._items.warm_up, one_by_one=self._items.one_by_one)
+            self._ready[fleet] = layout
+        return fleet
+
+    def _offered(self, name: str) -> dict[str, ProcessLayout]:
+        """Return a system's layouts by name."""
+        system = self._known[name]
+        if system.is_own_layout:
+            return {str(OWN_LAYOUT): OWN_LAYOUT}
+        plain = self._items.layouts(self._cores)
+        found = [replace(layout, variant=variant) for layout in plain for variant in system.variants(self._items)]
+        return {str(layout): layout for layout in found}
+
+    def _fleet(self, name: str) -> WorkerFleet:
+        """Return a system's workers, enough for its widest layout; all others are paused. Raises
+        `SystemUnavailable`."""
+        fleet = self._open.pop(name, None)
+        for other in self._open.values():
+            other.pause()
+        if fleet is None:
+            while self._max_open and len(self._open) >= self._max_open:
+                self._close_oldest()
+            processes = max(layout.processes for layout in self._offered(name).values())
+            self._say(f"starting {name} in {processes} process(es)")
+            fleet = self._open_fleet(self._known[name], processes)
+        self._open[name] = fleet
+        fleet.resume()
+        return fleet
+
+    def _close_oldest(self) -> None:
+        self._open.pop(next(iter(self._open))).close()
 
 
 def _peak_gib(fleet: WorkerFleet) -> dict[str, float]:
@@ -187,12 +167,22 @@ class StartWorkload(Workload):
     metrics: Mapping[str, str] = {"first_image_s": "s", **_PEAK}
 
     def __init__(
-        self, name: str, systems: Sequence[System], item: ImageSpec, open_fleet: OpenFleet = WorkerFleet
+        self,
+        name: str,
+        systems: Sequence[System],
+        item: ImageSpec,
+        *,
+        prepare: Callable[[Say], None] = lambda _: None,
+        open_fleet: OpenFleet = WorkerFleet,
     ) -> None:
         self.name = name
         self._known = {system.name: system for system in systems}
         self.systems = tuple(self._known)
-        self._item, self._open_fleet = item, open_fleet
+        self._item, self._prepare, self._open_fleet = item, prepare, open_fleet
+
+    def prepare(self, say: Say) -> None:
+        """Write the models that are missing."""
+        self._prepare(say)
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:

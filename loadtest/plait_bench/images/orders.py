@@ -7,6 +7,7 @@ a UNet's encoder half).
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,13 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from plait_bench.errors import BenchError
 from plait_bench.images.fleet import ItemList
 
 LoraSet = tuple[tuple[str, float], ...]
 DTypeName = Literal["float32", "bfloat16", "float16"]
-DeviceName = Literal["cpu", "cuda"]
 ImageArray: TypeAlias = npt.NDArray[np.uint8]
 """`uint8 (H, W, 3)`."""
 
@@ -30,12 +30,10 @@ STARTER_EDGE = 64
 EDGES = (256, 512, 1024)
 """The image sizes that models of real size are measured at; the last one on GPUs."""
 
-GPU_STEPS, GPU_WARM_UP_STEPS = 20, 4
-"""The steps of an image on a GPU: enough that a step counts, and not what surrounds it."""
-
 GUIDANCE = 3.0
 FEWEST_STEPS, MAX_STEPS = 12, 30
 _ARRIVAL_SEED = 20_251
+_SETTLE_S = 60.0
 
 PROMPTS = (
     "red apple", "dog face", "grinning face", "sunflower", "soccer ball", "rocket", "crescent moon", "octopus",
@@ -57,7 +55,6 @@ CONTROLNETS = ("edges", "colors")
 SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
 
 START = "start"
-"""The workload of one order: how long a system takes to start."""
 
 _COUNTS = {START: 1, "single": 3, "controlnet": 3, "lora": 4, "same4": 4, "same16": 16, "mixed4": 4}
 DISTINCT = 16
@@ -75,9 +72,9 @@ class ImageSize:
     `controlnets`: folders by name. `steps` of an image, `warm_up_steps` of one that only touches everything.
     `lora_sets`: the sets that requests name. `max_open`: the processes with a model, and the open systems, that a host
     with 24 GiB can hold (0: all). `images`: how many orders a workload has, where they are fewer than the starter's.
-    `settle_s`: how long each system has the load of a workload before it is measured; it adapts to it in that time.
     `is_transformer`: it is measured in the one dtype that pays on the CPU, in bfloat16 at 512 pixels, and nothing is
-    converted for it. `words`: what `plait models random` is told beside the architecture.
+    converted for it. `words`: what `plait models random` is told beside the architecture. `on_gpu`: the systems run on
+    a GPU, each in one process.
     """
 
     name: str
@@ -90,9 +87,13 @@ class ImageSize:
     family: str = ""
     max_open: int = 0
     images: Mapping[str, int] = field(default_factory=dict)
-    settle_s: float = 60.0
     is_transformer: bool = False
     words: tuple[str, ...] = ()
+    on_gpu: bool = False
+
+    def for_gpu(self) -> Self:
+        """Return it as it is measured on a GPU: in so many steps that they count, and not what surrounds them."""
+        return replace(self, on_gpu=True, steps=20, warm_up_steps=4, max_open=0)
 
     def edge(self, dtype: DTypeName) -> int:
         """Return the edge of images where none is asked for."""
@@ -153,7 +154,6 @@ SIZES: Mapping[str, ImageSize] = {
         ),
     )
 }  # fmt: skip
-"""The sizes, by name."""
 
 
 def size_of(name: str) -> ImageSize:
@@ -170,20 +170,14 @@ class Variety:
     size: ImageSize = field(default_factory=lambda: SIZES["starter"])
     edge: int = EDGES[0]
     dtype: DTypeName = "float32"
-    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if self.edge not in EDGES:
             raise BenchError(f"images are {', '.join(map(str, EDGES))} pixels wide, not {self.edge}")
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the systems run on a GPU."""
-        return self.device == "cuda"
-
     def row_name(self, workload: str) -> str:
         """Return what a workload is called in rows: sizes and dtypes never mix."""
-        parts = ["gpu"] if self.on_gpu else []
+        parts = ["gpu"] if self.size.on_gpu else []
         parts += [self.size.name] if self.size.family else []
         parts += [str(self.edge)] if self.size.family and self.edge != EDGES[0] else []
         parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[self.dtype]
@@ -219,20 +213,17 @@ def workload(name: str, variety: Variety | None = None) -> ItemList:
     """Make a workload."""
     variety = variety or Variety()
     size = variety.size
-    steps, warm_up_steps = (
-        (GPU_STEPS, GPU_WARM_UP_STEPS) if variety.on_gpu else (size.steps, size.warm_up_steps)
-    )  # fmt: skip
-    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, replace(size, steps=steps))]
+    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, size)]
     one_by_one = name not in CONCURRENT
     return ItemList(
         name=variety.row_name(name),
         items=tuple(orders),
-        warm_up=tuple(replace(order, steps=warm_up_steps) for order in orders),
+        warm_up=tuple(replace(order, steps=size.warm_up_steps) for order in orders),
         one_by_one=one_by_one,
         trial_items=1 if one_by_one and size.family else 0,
-        max_processes=1 if variety.on_gpu else size.max_open or 4,
-        is_wide=variety.on_gpu or bool(size.family),  # no model of real size is faster on fewer cores than there are
-        settle_s=0.0 if variety.on_gpu else size.settle_s,
+        max_processes=1 if size.on_gpu else size.max_open or 4,
+        is_wide=size.on_gpu or bool(size.family),  # no model of real size is faster on fewer cores than there are
+        settle_s=0.0 if size.on_gpu else _SETTLE_S,
     )
 
 
@@ -279,20 +270,11 @@ def _mixed16(size: ImageSize) -> list[ImageSpec]:
     return orders
 
 
-def control_map(controlnet: str, drawing: int, edge: int) -> ImageArray:
-    """Return `uint8 (edge, edge, 3)`: white lines on black, or coloured blocks for `colors`. Same numbers, same map."""
-    image = Image.new("RGB", (edge, edge))
-    pen = ImageDraw.Draw(image)
-    inset = 0.1 + 0.05 * (drawing % 4)
-    box = (inset * edge, inset * edge, (1 - inset) * edge, (1 - inset) * edge)
-    coloured = controlnet == "colors"
-    fill = (60 + 45 * (drawing % 5), 200 - 30 * (drawing % 6), 90 + 20 * (drawing % 8)) if coloured else None
-    shape = pen.ellipse if drawing % 2 else pen.rectangle
-    shape(box, fill=fill, outline=None if coloured else (255, 255, 255))
-    if not coloured:
-        return np.asarray(image)
-    blocks = image.resize((4, 4), Image.Resampling.BOX).resize((edge, edge), Image.Resampling.NEAREST)
-    return np.asarray(blocks)
+def control_map(drawing: int, edge: int) -> ImageArray:
+    """Return the load tester's control image of that number, `uint8 (edge, edge, 3)`."""
+    from plait_loadtest.mix.control_images import control_image  # which a peer's environment lacks
+
+    return np.asarray(Image.open(io.BytesIO(control_image(drawing, edge, edge))).convert("RGB"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

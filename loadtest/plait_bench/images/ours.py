@@ -21,11 +21,11 @@ import httpx2
 import numpy as np
 from PIL import Image
 
-from plait_bench.benchmark import cores
 from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
 from plait_bench.images.fleet import FleetWorker
 from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
+from plait_loadtest.mix.control_images import control_image
 
 if TYPE_CHECKING:
     from plait_serving.diffusion.values import ImageRequest
@@ -41,7 +41,7 @@ _CAUGHT_UP_S = 2.0
 
 def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plait.yaml: what is served, in which dtype, and nothing else unless a system's name says so (`knobs`,
-    `executor`; `is_split`: the engine leaves one core to each ControlNet's process)."""
+    `executor`)."""
     models: ModelFolder = settings["models"]
     images: dict[str, Any] = {
         "model": str(models.base.resolve()),
@@ -51,8 +51,6 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
     if models.loras:
         images["loras"] = {"folder": str((models.root / "loras").resolve())}
-    if settings.get("is_split"):
-        images["knobs"]["threads"] = max(1, cores() - len(models.controlnets))
     if settings.get("executor"):
         images["executor"] = settings["executor"]
     server = {"port": 0, "ready_timeout_s": _READY_S}
@@ -72,9 +70,8 @@ def body_of(order: ImageSpec) -> dict[str, Any]:
     }
     if order.control is not None:
         name, drawing = order.control
-        file = io.BytesIO()
-        Image.fromarray(control_map(name, drawing, order.edge)).save(file, format="PNG")
-        body["controlnets"] = [{"name": name, "image": base64.b64encode(file.getvalue()).decode()}]
+        image = base64.b64encode(control_image(drawing, order.edge, order.edge)).decode()
+        body["controlnets"] = [{"name": name, "image": image}]
     return body
 
 
@@ -206,7 +203,7 @@ def image_request(order: ImageSpec, *, request_id: str) -> ImageRequest:
     controls: tuple[ControlRef, ...] = ()
     if order.control is not None:
         name, drawing = order.control
-        controls = (ControlRef(name=name, image=control_map(name, drawing, order.edge)),)
+        controls = (ControlRef(name=name, image=control_map(drawing, order.edge)),)
     return ImageRequest(
         request_id=request_id,
         prompt=order.prompt,

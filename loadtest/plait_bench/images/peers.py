@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from plait_bench.benchmark import cache_folder
-from plait_bench.errors import SystemUnavailable
 from plait_bench.images.fleet import FleetWorker
 from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
 
@@ -65,7 +63,6 @@ class Pipelines:
         self.plain: Any = DiffusionPipeline.from_pretrained(
             models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True, **absent
         ).to(device)
-        self._denoiser: Any = getattr(self.plain, "transformer", None) or self.plain.unet
         self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
@@ -73,42 +70,23 @@ class Pipelines:
             self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval().to(device))
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
-        self._compiled: dict[Any, Any] = {}
+        nets = [pipeline.controlnet for pipeline in self.controlled.values()]
+        steps = getattr(self.plain, "transformer", None) or self.plain.unet
+        self.modules: list[Any] = [steps, self.plain.vae.decoder, *nets]
 
     def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
         """Make all `orders` in one call; they agree in everything but prompt and seed (and the control drawing)."""
         first = orders[0]
         pipeline, extra = self.plain, {}
         if first.control is not None:
-            name = first.control[0]
-            pipeline = self.controlled[name]
+            pipeline = self.controlled[first.control[0]]
             drawings = [order.control[1] for order in orders if order.control is not None]
-            extra = {"image": [Image.fromarray(control_map(name, i, first.edge)) for i in drawings]}
+            extra = {"image": [Image.fromarray(control_map(number, first.edge)) for number in drawings]}
         kind, overrides = _SCHEDULERS[first.scheduler]
         if "FlowMatch" in type(pipeline.scheduler).__name__:
             kind = type(pipeline.scheduler)
         pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
         return _drawn(pipeline, orders, **extra)
-
-    def set_memory_format(self, memory_format: torch.memory_format) -> None:
-        """Set the memory format of the model that steps, the VAE and the ControlNets."""
-        modules = [self._denoiser, self.plain.vae, *(pipeline.controlnet for pipeline in self.controlled.values())]
-        for module in modules:
-            module.to(memory_format=memory_format)
-
-    def compile(self, *, mode: str | None) -> None:
-        """Compile the model that steps, the VAE's decoder and the ControlNets, as diffusers' documentation says; those
-        that have been are taken from before."""
-        for module in (self._denoiser, self.plain.vae.decoder, *(each.controlnet for each in self.controlled.values())):
-            if module not in self._compiled:
-                module.compile(fullgraph=True, mode=mode)
-                self._compiled[module] = module._compiled_call_impl
-            module._compiled_call_impl = self._compiled[module]
-
-    def uncompile(self) -> None:
-        """Have all modules run as they are again."""
-        for module in self._compiled:
-            module._compiled_call_impl = None
 
 
 def _drawn(pipeline: Any, orders: Sequence[ImageSpec], **more: Any) -> list[ImageArray]:
@@ -125,32 +103,27 @@ def _drawn(pipeline: Any, orders: Sequence[ImageSpec], **more: Any) -> list[Imag
 
 
 class Diffusers(FleetWorker):
-    """diffusers, in one of the ways of the module docstring. Raises `SystemUnavailable` without
-    PEFT, which reads the LoRA files: for the stock way with each request, else once."""
+    """diffusers, in one of the ways of the module docstring. PEFT reads the LoRA files: for the stock way with each
+    request, else once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._way, self._on_gpu = settings["way"], settings["device"] == "cuda"
-        self._is_transformer = settings.get("is_transformer", False)
-        try:
-            import peft  # noqa: F401 - only whether it is there
-        except ImportError:
-            msg = "diffusers needs PEFT to read LoRA files: pip install 'plait[dev]'"
-            raise SystemUnavailable(msg) from None
+        self._is_transformer = settings["is_transformer"]
         self._models: ModelFolder = settings["models"]
         self._pipelines = Pipelines(self._models, settings["dtype"], settings["device"])
         loras = {} if self._way == "stock" else self._models.loras
         self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads and the memory format, which is the variant; "compiled" is channels-last, too, where there are
-        convolutions."""
+        """Set threads, and how modules compute: as they are, channels last, or compiled as diffusers' documentation
+        says, which is channels last, too, where there are convolutions."""
         torch.set_num_threads(threads)
-        is_last = bool(variant) and not self._is_transformer
-        self._pipelines.set_memory_format(torch.channels_last if is_last else torch.contiguous_format)
-        if variant == "compiled":
-            self._pipelines.compile(mode=_COMPILE_MODE if self._on_gpu else None)
-        else:
-            self._pipelines.uncompile()
+        is_last = variant and not self._is_transformer
+        for module in self._pipelines.modules:
+            module.to(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+            module._compiled_call_impl = None
+            if variant == "compiled":
+                module.compile(fullgraph=True, mode=_COMPILE_MODE if self._on_gpu else None)
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the images, each in a call of its own, in the order of the share (`in_runs` has sorted it by LoRA set);
@@ -249,11 +222,10 @@ _TEXT_PREFIX = "text_model."
 
 
 class OpenVino(FleetWorker):
-    """optimum-intel's pipeline of one exported model, compiled for one batch size, image size and number of threads."""
+    """optimum-intel's pipeline of one exported model, compiled for one batch size, and images of the one edge."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Export the model unless that has been done, and compile it for one image. `cache` holds the exports, the
-        benchmarks' own if empty."""
+        """Export the model unless that has been done. `cache` holds the exports, the benchmarks' own if empty."""
         from optimum.intel import OVStableDiffusionPipeline, OVStableDiffusionXLPipeline
 
         models, cache = settings["models"], settings.get("cache")
@@ -263,55 +235,49 @@ class OpenVino(FleetWorker):
         self._kind: Any = OVStableDiffusionXLPipeline if xl else OVStableDiffusionPipeline
         root = Path(cache) if cache else cache_folder()
         self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
-        self._threads, self._is_batched = os.cpu_count() or 1, False
-        self._compiled: tuple[int, int, int] | None = None
+        self._edge = settings["edge"]
+        self._threads, self._is_batched, self._batch = 1, False, 0
         self._pipeline: Any = None
-        self._ready(1, settings["edge"])
 
     def configure(self, *, threads: int, variant: str) -> None:
         """Set threads, and whether equal orders are one call."""
-        self._threads, self._is_batched = threads, variant == "batched"
+        self._threads, self._is_batched, self._batch = threads, variant == "batched", 0
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the calls."""
-        together = self._is_batched and not one_by_one
-        calls = [items] if together else [[order] for order in items]
-        images = [image for call in calls for image in _drawn(self._ready(len(call), call[0].edge), call)]
+        batch = len(items) if self._is_batched and not one_by_one else 1
+        if batch != self._batch:
+            self._compile(batch)
+        calls = [items[at : at + batch] for at in range(0, len(items), batch)]
+        images = [image for call in calls for image in _drawn(self._pipeline, call)]
         return images if keep else []
 
-    def _ready(self, batch: int, edge: int) -> Any:
-        """Return the pipeline compiled for a batch and an edge: a static shape cannot be widened again."""
-        wanted = (batch, edge, self._threads)
-        if self._compiled != wanted:
-            self._pipeline = None
-            self._pipeline = pipeline = self._load()
-            pipeline.reshape(batch_size=batch, height=edge, width=edge, num_images_per_prompt=1)
-            shape = pipeline.vae_decoder.model.input(0).partial_shape
-            shape[0] = batch  # `reshape` leaves it at the number of images of one prompt
-            pipeline.vae_decoder.model.reshape(shape)
-            pipeline.compile()
-            self._compiled = wanted
-        return self._pipeline
-
-    def _load(self) -> Any:
+    def _compile(self, batch: int) -> None:
+        """Compile for a batch: a static shape cannot be widened again."""
+        self._pipeline, self._batch = None, batch
         config = {
             "INFERENCE_PRECISION_HINT": self._precision,
             "INFERENCE_NUM_THREADS": str(self._threads),
             "NUM_STREAMS": "1",
             "PERFORMANCE_HINT": "LATENCY",
         }
-        pipeline = self._kind.from_pretrained(self._folder, compile=False, device="CPU", ov_config=config)
+        self._pipeline = pipeline = self._kind.from_pretrained(
+            self._folder, compile=False, device="CPU", ov_config=config
+        )
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline
+        pipeline.reshape(batch_size=batch, height=self._edge, width=self._edge, num_images_per_prompt=1)
+        shape = pipeline.vae_decoder.model.input(0).partial_shape
+        shape[0] = batch  # `reshape` leaves it at the number of images of one prompt
+        pipeline.vae_decoder.model.reshape(shape)
+        pipeline.compile()
 
     def _export(self, base: Path, folder: Path) -> Path:
         """Return the folder of the exported model."""
-        if (folder / "model_index.json").is_file():
-            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            if (folder / "model_index.json").is_file():  # another worker was faster
+        with (folder.parent / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # exporting takes the memory of several copies of a model
+            if (folder / "model_index.json").is_file():
                 return folder
             source, made = Path(scratch) / "source", Path(scratch) / "made"
             _copy_links(base, source)
@@ -320,14 +286,6 @@ class OpenVino(FleetWorker):
             del pipeline
             made.rename(folder)
         return folder
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: exporting takes the memory of several copies of a model."""
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _key(base: Path) -> str:

@@ -36,13 +36,12 @@ class NoopWorkload(Workload):
     def session(self, say: Say) -> Iterator[None]:
         """Run the server."""
         with noop_server() as self._server:
-            self._say = say
             yield
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the numbers of callers. Raises `SystemUnavailable` if the generator is not installed."""
         if system not in self._made:
-            self._made[system] = CONTENDERS[system](self._server, self._say)
+            self._made[system] = CONTENDERS[system](self._server)
         return self._made[system].layouts
 
     @contextmanager

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from plait_bench.benchmark import Say, cache_folder
+from plait_bench.benchmark import cache_folder
 from plait_bench.commands import PLAIT, environment
 from plait_bench.errors import SystemFailed, SystemUnavailable
 from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
 
 TRIAL_S = 3.0
 LAG_LIMIT_MS = 5.0
-"""The max p99 send lag of a valid run."""
 
 _PROCESSES = 2
 _FIRST_PER_S = 4000.0
@@ -68,27 +67,13 @@ def try_rate(server: NoopServer, rate_per_s: float, *, seconds: float) -> Genera
     return GeneratorTrial(rate_per_s=rate_per_s, window=window, lag_p99_ms=lag_ms, errors=errors)
 
 
-def highest_rate(attempt: Callable[[float], GeneratorTrial], *, say: Say) -> float:
-    """Find the highest rate whose run was valid: doubling, then bisection to 5 %. Raises `SystemFailed` if none is."""
-    low, high = 0.0, _FIRST_PER_S
-    while _passes(attempt, high, say):
-        low, high = high, 2 * high
-    if low == 0.0:
-        raise SystemFailed(f"not even {high:.0f} requests/s could be sent on time")
-    while high > _STEP * low:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if _passes(attempt, middle, say) else (low, middle)
-    return low
-
-
-def _passes(attempt: Callable[[float], GeneratorTrial], rate_per_s: float, say: Say) -> bool:
-    """Return whether a run is valid; it is retried once, so that one disturbance does not end the search."""
-    for _ in range(2):
-        trial = attempt(rate_per_s)
-        say(f"{'valid' if trial.is_valid else 'not valid'}: {trial}")
-        if trial.is_valid:
-            return True
-    return False
+def highest_rate(attempt: Callable[[float], GeneratorTrial]) -> float:
+    """Find the highest rate whose run was valid: doubled until two runs are not, then lowered (`hold`). Raises
+    `SystemFailed` if none is."""
+    rate_per_s = _FIRST_PER_S
+    while any(attempt(rate_per_s).is_valid for _ in range(2)):
+        rate_per_s *= 2
+    return hold(attempt, rate_per_s).rate_per_s
 
 
 def hold(attempt: Callable[[float], GeneratorTrial], rate_per_s: float) -> GeneratorTrial:
@@ -110,9 +95,9 @@ class Generator:
     take: Callable[[str, float], ThroughputWindow]
 
 
-def plait(server: NoopServer, say: Say) -> Generator:
+def plait(server: NoopServer) -> Generator:
     """Return ours, which holds the highest rate that it keeps; that is found once, now."""
-    highest_per_s = highest_rate(partial(try_rate, server, seconds=TRIAL_S), say=say)
+    highest_per_s = highest_rate(partial(try_rate, server, seconds=TRIAL_S))
     return Generator(
         layouts=(f"{_PROCESSES} processes, open loop",),
         take=lambda _, seconds: hold(partial(try_rate, server, seconds=seconds), highest_per_s).window,
@@ -130,7 +115,7 @@ def closed_loop(server: NoopServer, command: Callable[[int, int], list[str]], *,
     return Generator(layouts=tuple(callers), take=take)
 
 
-def locust(server: NoopServer, _: Say) -> Generator:
+def locust(server: NoopServer) -> Generator:
     """Return Locust in a virtual environment of its own. Raises `SystemUnavailable`."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +131,7 @@ def locust(server: NoopServer, _: Say) -> Generator:
     return closed_loop(server, command, settle_s=3.0)  # users start within the first second; then the rate is steady
 
 
-def wrk(server: NoopServer, _: Say) -> Generator:
+def wrk(server: NoopServer) -> Generator:
     """Return the wrk on PATH (Debian: `apt install wrk`). Raises `SystemUnavailable`."""
     if (program := shutil.which("wrk")) is None:
         raise SystemUnavailable("wrk is not on PATH")
@@ -154,5 +139,4 @@ def wrk(server: NoopServer, _: Say) -> Generator:
     return closed_loop(server, lambda callers, s: [program, f"--connections={callers}", f"--duration={s}s", *options])
 
 
-CONTENDERS: Mapping[str, Callable[[NoopServer, Say], Generator]] = {"plait": plait, "locust": locust, "wrk": wrk}
-"""What makes the generator of each system."""
+CONTENDERS: Mapping[str, Callable[[NoopServer], Generator]] = {"plait": plait, "locust": locust, "wrk": wrk}

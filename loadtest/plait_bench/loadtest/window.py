@@ -121,10 +121,12 @@ def measure(
 
     Returns the window and the generator's standard output. Raises `SystemFailed` if it sends nothing or fails.
     """
-    before = server.served()
+    before, until_s = server.served(), time.monotonic() + _START_S
+    window: ThroughputWindow | None = None
     generator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        _wait_for_load(server, before, generator)
+        while server.served() == before and generator.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.05)
         time.sleep(settle_s)
         started, started_s, cpu_s = server.served(), time.monotonic(), _tree_cpu_s(generator.pid)
         time.sleep(seconds)
@@ -134,24 +136,15 @@ def measure(
             cpu_s=_tree_cpu_s(generator.pid) - cpu_s,
         )
         out, errors = generator.communicate(timeout=_START_S)
-    except (subprocess.TimeoutExpired, psutil.NoSuchProcess) as error:
-        raise SystemFailed(f"{command[0]} ended too late or too early: {error}") from error
+    except (subprocess.TimeoutExpired, psutil.NoSuchProcess):
+        generator.kill()
+        out, errors = generator.communicate()
     finally:
         generator.kill()
         generator.wait()
-    if generator.returncode not in fine:
+    if window is None or not window.requests or generator.returncode not in fine:
         raise SystemFailed(f"{' '.join(command)} ended with {generator.returncode}: {errors.strip()[-500:]}")
     return window, out
-
-
-def _wait_for_load(server: NoopServer, before: int, generator: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while server.served() == before:
-        if generator.poll() is not None or time.monotonic() > deadline_s:
-            generator.kill()
-            _, errors = generator.communicate()
-            raise SystemFailed(f"{generator.args!r} sent nothing: {errors.strip()[-500:]}")
-        time.sleep(0.05)
 
 
 def _tree_cpu_s(pid: int) -> float:

@@ -4,10 +4,10 @@ tasks of the FGD publication, in the format of Alibaba's `openb` trace (cluster-
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
 
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload, published, readings
 from plait_bench.errors import BenchError
@@ -16,8 +16,6 @@ from plait_deploy.errors import PlacementError
 from plait_deploy.placement.policies import POLICIES, make_policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode, Task, TaskClass, classes_of
-
-T = TypeVar("T")
 
 PUBLISHED = ("default", "gpushare100", "cpu050")
 CONTENDERS = ("plait", "fgd", "first-fit", "best-fit", "ray-pack")
@@ -28,49 +26,41 @@ LIFETIMES = 6
 
 
 def load(name: str, data: Path | None) -> tuple[list[ClusterNode], list[Task]]:
-    """Read the nodes of the published cluster, and a list of tasks. Raises `SystemUnavailable` without the data folder,
-    `BenchError` if the files are not as published."""
+    """Read the nodes of the published cluster, and a list of tasks, sorted by name. Raises `SystemUnavailable` without
+    the data folder, `BenchError` if the files are not as published."""
     folder = published(data, "fgd")
-    return read_nodes(folder / "openb_node_list_gpu_node.csv"), read_tasks(folder / f"openb_pod_list_{name}.csv")
+    try:
+        nodes = [
+            ClusterNode(
+                name=row["sn"], cpu_milli=int(row["cpu_milli"]), memory_mib=int(row["memory_mib"]),
+                gpus=int(row["gpu"]), gpu_model=row["model"],
+            )
+            for row in _rows(folder / "openb_node_list_gpu_node.csv")
+        ]  # fmt: skip
+        rows = sorted(_rows(folder / f"openb_pod_list_{name}.csv"), key=lambda row: row["name"])
+        return nodes, [_task(row, gpus=int(row["num_gpu"])) for row in rows]
+    except (OSError, ValueError, KeyError, PlacementError) as error:
+        raise BenchError(f"{folder}, {name}: not as published: {error!r}") from error
 
 
-def read_nodes(path: Path) -> list[ClusterNode]:
-    """Read a list of nodes. Raises `BenchError` naming the file."""
-    return _read(
-        path,
-        lambda row: ClusterNode(
-            name=row["sn"], cpu_milli=int(row["cpu_milli"]), memory_mib=int(row["memory_mib"]), gpus=int(row["gpu"]),
-            gpu_model=row["model"],
-        ),
+def _task(row: Mapping[str, str], *, gpus: int) -> Task:
+    """Return a task; `gpu_spec` names models, separated by `|`."""
+    return Task(
+        cpu_milli=int(row["cpu_milli"]), memory_mib=int(row["memory_mib"]), gpus=gpus,
+        gpu_milli=int(row["gpu_milli"]) if gpus else 0,
+        gpu_models=frozenset(filter(None, row["gpu_spec"].split("|"))),
     )  # fmt: skip
 
 
-def read_tasks(path: Path) -> list[Task]:
-    """Read a list of tasks, sorted by name. `gpu_spec` names models, separated by `|`. Raises `BenchError`."""
-
-    def task(row: Mapping[str, str]) -> tuple[str, Task]:
-        gpus = int(row["num_gpu"])
-        return row["name"], Task(
-            cpu_milli=int(row["cpu_milli"]), memory_mib=int(row["memory_mib"]), gpus=gpus,
-            gpu_milli=int(row["gpu_milli"]) if gpus else 0,
-            gpu_models=frozenset(filter(None, row["gpu_spec"].split("|"))),
-        )  # fmt: skip
-
-    return [each for _, each in sorted(_read(path, task), key=lambda named: named[0])]
-
-
-def _read(path: Path, make: Callable[[Mapping[str, str]], T]) -> list[T]:
-    try:
-        with path.open(encoding="utf-8", newline="") as lines:
-            return [make(row) for row in csv.DictReader(lines, restval="")]
-    except (OSError, ValueError, KeyError, PlacementError) as error:
-        raise BenchError(f"{path} is not as published: {error!r}") from error
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines, restval=""))
 
 
 class Filling(Workload):
     """A list at 130 % load, replayed by each policy; a round is a seed. Shares are computed."""
 
-    metrics: Mapping[str, str] = {"allocated_pct": "% of GPUs", "stranded_pct": "% of GPUs"}
+    metrics: Mapping[str, str] = dict.fromkeys(("allocated_pct", "stranded_pct", "allocated_mean_pct"), "% of GPUs")
     pairs = ()
     systems: tuple[str, ...] = POLICIES
     classes: tuple[TaskClass, ...]
@@ -103,9 +93,9 @@ class Filling(Workload):
     def conclude(self) -> Sequence[ResultRow]:
         """Give the means over all seeds, which is what was published."""
         return [
-            ResultRow(
-                system=system, workload=self.name, metric="allocated_mean_pct", unit="% of GPUs", value=fmean(taken),
-                p20=min(taken), p80=max(taken), n=len(taken), kind="modelled", rounds=tuple(taken),
+            replace(
+                self.row(system, "allocated_mean_pct", *taken), value=fmean(taken), p20=min(taken), p80=max(taken),
+                kind="modelled",
             )
             for system, taken in self._allocated.items()
         ]  # fmt: skip

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from plait_bench.benchmark import Reading, Say, Workload, readings
-from plait_bench.errors import BenchError
 from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
 from plait_deploy.on_ray.gauges import occupied
@@ -81,7 +80,6 @@ SMALL = ClusterScenario(
         ClusterChange(name="large", replicas={"g2000-1": 3}),
     ),
 )
-"""3 nodes x 4 GPUs, 6 deployments."""
 
 LARGE = ClusterScenario(
     nodes=_nodes("abcdef", 8),
@@ -99,7 +97,6 @@ LARGE = ClusterScenario(
         ClusterChange(name="large", replicas={"g4000-1": 5}),
     ),
 )  # fmt: skip
-"""6 nodes x 8 GPUs, 25 deployments."""
 
 
 class OnRay(Workload):
@@ -120,12 +117,9 @@ class OnRay(Workload):
         self._say = say
 
     def take(self, system: str, number: int) -> Sequence[Reading]:
-        """Play the scenario on a cluster of its own. Raises `BenchError` if Ray does not start."""
-        try:
-            with local_nodes() as nodes:
-                phases = play(system, self.scenario, nodes, say=self._say)
-        except (RuntimeError, TimeoutError, ConnectionError) as error:
-            raise BenchError(f"{self.name}: {error}") from error
+        """Play the scenario on a cluster of its own."""
+        with local_nodes() as nodes:
+            phases = play(system, self.scenario, nodes, say=self._say)
         return [
             reading
             for phase in phases

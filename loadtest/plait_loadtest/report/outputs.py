@@ -45,7 +45,8 @@ class Outputs:
                 raise ScenarioError(f"--{kind} {path}: the name must end in {', '.join(formats)}")
             if (other := written.setdefault(path.resolve(), kind)) != kind:
                 raise ScenarioError(f"--{other} and --{kind} are both {path}")
-            folder = path.absolute().parent
+            if not (folder := path.absolute().parent).exists():
+                raise ScenarioError(f"--{kind}: the folder {path.parent} does not exist")
             if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
                 raise ScenarioError(f"{path} cannot be written: it or its folder is read-only or of another kind")
 

@@ -51,7 +51,6 @@ def bench(
     data: Annotated[
         Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig, placement, models: published tables")
     ] = None,
-    table: Annotated[list[Path] | None, typer.Option(help="autoconfig: recorded runs; may be repeated")] = None,
 ) -> None:
     """Measure plait and its peers in turn. Data goes to stdout, progress to stderr."""
     try:
@@ -63,9 +62,7 @@ def bench(
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
-    options = {
-        "models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data, "tables": table,
-    }  # fmt: skip
+    options = {"models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data}
     job = BenchJob(
         name=name, rounds=rounds, quick=quick, at=at, workloads=tuple(workload or ()), systems=tuple(system or ()),
         record=record, results=results, options={key: value for key, value in options.items() if value is not None},

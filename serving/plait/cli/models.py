@@ -100,7 +100,7 @@ def make_update(
     from plait.offline.refreshing import update
 
     print(f"making {target} ...", file=sys.stderr, flush=True)
-    manifest = update(make(target).module, package, out, version=version)
+    manifest = update(make(target, out=out).module, package, out, version=version)
     print(f"from version {manifest.base}: rows of {len(manifest.rows)} tables, {len(manifest.constants)} weights",
           file=sys.stderr)  # fmt: skip
     print(out)

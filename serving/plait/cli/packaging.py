@@ -49,11 +49,11 @@ def package_model(
     from plait_disagg.package.manifest import MANIFEST
     from plait_disagg.package.write import PackageOptions
 
-    print(f"making {target} ...", file=sys.stderr, flush=True)
-    made = make(target)
     options = PackageOptions(
         version=version, row_format=row_format, cutter=cutter, tile=tile, candidates=candidates, ids_per_bag=_bags(bag)
     )
+    print(f"making {target} ...", file=sys.stderr, flush=True)
+    made = make(target, out=out)
     print("capturing and cutting ...", file=sys.stderr, flush=True)
     manifest = package(made, out, name=name or out.name, options=options)
     for sentence in advised(out, options):

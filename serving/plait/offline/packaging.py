@@ -31,9 +31,12 @@ class UserModel:
     items: Items | None = None
 
 
-def make(target: str) -> UserModel:
-    """Call the function behind `module:function` or `file.py:function`. Raises `PlaitError` if it does not exist or
-    returns something else; exceptions of the function itself pass through to the user."""
+def make(target: str, *, out: Path | None = None) -> UserModel:
+    """Call the function behind `module:function` or `file.py:function`, which may take minutes. Raises `PlaitError` if
+    it does not exist or returns something else, or `out`, where its model is to go, is taken; exceptions of the
+    function itself pass through to the user."""
+    if out is not None and out.exists():
+        raise PlaitError(f"{out} exists already")
     returned = load_target(target)()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise PlaitError(f"{target}: {_RETURNS}, not {type(returned).__name__}")

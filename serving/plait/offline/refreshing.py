@@ -23,8 +23,6 @@ _TIMEOUT_S = 900.0
 
 def update(module: nn.Module, package: Path, out: Path, *, version: str) -> UpdateManifest:
     """Write the update from the newest version of a package to a retrained module. Raises `PlaitError`."""
-    if out.exists():
-        raise PlaitError(f"{out} exists already")
     with told(RefreshError, GraphError, PackageError, ValueError, file=out):
         return write_update(out, make_update(package, module, version=version))
 

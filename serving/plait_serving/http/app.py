@@ -188,8 +188,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.url.path}"
     routes = request.app.openapi()["paths"] if error.status_code in (404, 405) else {}
     taken = f"; it takes {', '.join(routes[request.url.path]).upper()}" if request.url.path in routes else ""
+    is_off = request.url.path.startswith("/sdapi/") and not request.app.state.context.settings.a1111_api
+    instead = "; server.a1111_api: true turns it on" if is_off else hint(request.url.path, routes)
     message, code = {
-        404: (f"there is no route {where}{hint(request.url.path, routes)}", "unknown_route"),
+        404: (f"there is no route {where}{instead}", "unknown_route"),
         405: (f"{where} is not allowed{taken}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "http_error"))
     return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.url.path)

@@ -12,7 +12,7 @@ import pytest
 from plait.cli.main import main
 from plait_bench import images, job, records
 from plait_bench.benchmark import RATIO, ResultRow
-from plait_bench.errors import SystemFailed
+from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.records import document
 from plait_bench.runner import BenchResult
 
@@ -85,12 +85,15 @@ def test_options_reach_the_job(measured, capsys, tmp_path):
     code, stdout, _ = run(capsys, "images", "--workload", "same16", "--models", str(tmp_path))
     assert code == 0
     assert "plait/diffusers" in stdout
-    assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (None, ("same16",), False)
-    assert measured[0].options == {"models": tmp_path}
-    run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
-    assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
-    run(capsys, "images", "--size", "sd15", "--edge", "512", "--dtype", "float32")
-    assert measured[2].options == {"size": "sd15", "edge": 512, "dtype": "float32"}
+    run(capsys, "images", "--record", "--rounds", "7", "--system", "plait", "--size", "sd15", "--edge", "512")
+    run(capsys, "images", "--device", "cuda", "--at", "abc123")
+    assert measured == [
+        job.BenchJob(name="images", workloads=("same16",), options={"models": tmp_path}),
+        job.BenchJob(
+            name="images", rounds=7, systems=("plait",), record=True, options={"size": "sd15", "edge": 512}
+        ),
+        job.BenchJob(name="images", at="abc123", options={"device": "cuda"}),
+    ]  # fmt: skip
 
 
 def test_an_option_of_another_benchmark_is_refused(monkeypatch, capsys):
@@ -125,19 +128,13 @@ def test_an_unknown_workload_is_a_sentence(capsys, name):
     assert "there is no workload 'cake'; there " in stderr
 
 
-def test_missing_models_are_a_sentence(capsys, tmp_path):
-    """Before any process is started."""
-    code, _, stderr = run(capsys, "images", "--models", str(tmp_path))
-    assert code == 1
-    assert "lacks emoji/model_index.json" in stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--size", "sd3"), "there is no size 'sd3'; there are starter, sd15, sdxl"),
         (("--size", "sd15", "--edge", "300"), "images are 256, 512, 1024 pixels wide, not 300"),
-        (("--dtype", "float8"), "this CPU does not compute in float8"),
+        (("--dtype", "float8", "--device", "cuda"), "this machine does not compute in float8"),
+        (("--dtype", "float8"), "this machine does not compute in float8"),
         (("--size", "sdxl", "--workload", "same16"), "there is no workload 'same16'; there are start, single"),
     ],
 )
@@ -151,10 +148,11 @@ def test_a_kind_that_does_not_exist_is_a_sentence(capsys, arguments, sentence):
 def test_bfloat16_is_measured_where_the_cpu_has_it(monkeypatch, capsys):
     """Emulated, it would only show how slow that is."""
     monkeypatch.setattr("plait_kernels.cores.has_bfloat16", lambda: True)
-    assert images.dtypes("auto", "cpu") == ("float32", "bfloat16")
-    assert images.dtypes("bfloat16", "cpu") == ("bfloat16",)
+    assert images.dtypes("auto") == ("float32", "bfloat16")
+    assert images.dtypes("bfloat16") == ("bfloat16",)
     monkeypatch.setattr("plait_kernels.cores.has_bfloat16", lambda: False)
-    assert images.dtypes("auto", "cpu") == ("float32",)
+    assert images.dtypes("auto") == ("float32",)
+    assert images.dtypes("auto", "cuda") == ("float16",)
     assert run(capsys, "images", "--dtype", "bfloat16")[0] == 1
 
 
@@ -166,18 +164,12 @@ def test_without_a_checkout_there_are_no_benchmarks(monkeypatch, capsys):
     assert "benchmarks are not installed: run this in a clone" in stderr
 
 
-def test_help_needs_no_torch(monkeypatch, capsys):
-    """The benchmark's definitions load without torch: only worker processes need it."""
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, stdout, _ = run(capsys, "--help")
-    assert code == 0
-    assert "--quick" in stdout
-
-
 def test_a_benchmark_loads_only_what_it_needs():
-    """The command of the image benchmark loads less than 90 of our modules, and nothing of another benchmark."""
+    """The command of the image benchmark loads less than 90 of our modules, nothing of another benchmark, and no torch:
+    only worker processes need it."""
     program = """
 import json, sys
+sys.modules["torch"] = None
 from plait.cli.main import main
 try:
     main(["bench", "images", "--workload", "same16", "--quick", "--models", "/nowhere"])
@@ -206,3 +198,16 @@ def test_a_run_that_is_stopped_keeps_what_it_had(monkeypatch, tmp_path):
     with pytest.raises(SystemFailed, match="no room"):
         job.measure(asked, say=lambda _: None)
     assert [found["workload"] for found in records.read(tmp_path / "rows.jsonl")] == ["shm-1mib"]
+
+
+def test_a_copy_without_git_is_told_its_commit(monkeypatch, tmp_path):
+    """Its rows are recorded under that; a checkout knows its own."""
+    row = ResultRow.of([1.0], system="plait", workload="shm-1mib", metric="gb_per_s", unit="GB/s")
+    monkeypatch.setattr(job, "run", lambda *_, **__: [BenchResult(rows=(row,), left_out={})])
+    asked = job.BenchJob(name="fabric", at="abc123", record=True, results=tmp_path / "rows.jsonl")
+    monkeypatch.setattr(job, "commit", lambda _: "unknown")
+    job.measure(asked, say=lambda _: None)
+    assert [found["commit"] for found in records.read(asked.results)] == ["abc123"]
+    monkeypatch.setattr(job, "commit", lambda _: "def456")
+    with pytest.raises(BenchError, match="knows its commit"):
+        job.measure(asked, say=lambda _: None)

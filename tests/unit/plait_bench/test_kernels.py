@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from plait_bench.benchmark import Benchmark
 from plait_bench.errors import Disagreement
 from plait_bench.kernels import (
     COPY,
@@ -14,14 +15,12 @@ from plait_bench.kernels import (
     DeviceTimer,
     OperatorCase,
     OperatorWorkload,
-    benchmark,
     cases,
 )
 from plait_bench.runner import RunPlan, joined, run
 
 TINY = OperatorCase(
     name="double",
-    op="double",
     moved=2 * 1000,
     make=lambda device, dtype: (torch.ones(1000, device=device, dtype=dtype),),
     plait=lambda x: x * 2,
@@ -43,13 +42,13 @@ class SlowClock(DeviceTimer):
 def measured(workload: OperatorWorkload):
     """The result of two rounds. torch.compile would take a C++ compiler long."""
     with torch.compiler.set_stance("force_eager"):
-        made = run(dataclasses.replace(benchmark(), workloads=(workload,)), RunPlan(rounds=2), say=lambda _: None)
+        made = run(Benchmark(workloads=(workload,)), RunPlan(rounds=2), say=lambda _: None)
         return joined(list(made))
 
 
 def test_a_copy_that_moves_as_much_stands_beside_every_form():
     """A microsecond each, and a ratio of one."""
-    result = measured(OperatorWorkload(TINY, SlowClock()))
+    result = measured(OperatorWorkload(TINY, SlowClock("cpu")))
     rows = {(row.system, row.metric): row.value for row in result.rows}
     assert rows[PLAIT, "time_us"] == pytest.approx(1.0)
     assert (COPY, "time_us") in rows
@@ -60,7 +59,7 @@ def test_forms_that_disagree_are_not_timed():
     """A fast wrong answer is no result."""
     wrong = dataclasses.replace(TINY, plait=lambda x: x * 2.2)
     with pytest.raises(Disagreement, match="plait differs"):
-        measured(OperatorWorkload(wrong, SlowClock()))
+        measured(OperatorWorkload(wrong, SlowClock("cpu")))
 
 
 @pytest.mark.parametrize("case", cases("cuda"), ids=lambda case: case.name)

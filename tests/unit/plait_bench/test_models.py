@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from plait_bench.errors import SystemUnavailable
+from plait_bench import models
 from plait_bench.models import (
     FILE,
-    FLEETS,
     ModelFleet,
-    Replayed,
     Switching,
     TracedRequest,
     benchmark,
@@ -88,14 +86,11 @@ def test_a_request_that_finds_its_model_is_not_delayed_by_loads():
         assert (outcome.loads, [latency for latency, _ in outcome.latencies]) == (1, [70.0, 20.0, 20.0, 20.0, 20.0])
 
 
-def test_the_benchmark_needs_the_trace_and_says_which(tmp_path, data):
-    """Readings are modelled; without --data the workload is left out by name."""
-    workload = Replayed("x", FLEETS["load8-1x2"], data)
+def test_what_is_replayed_is_modelled(data):
+    """And says so."""
+    (workload,) = benchmark(only=["load8-1x2"], data=data).workloads
     with workload.session(print):
         assert {reading.kind for reading in workload.take("plait", 1)} == {"modelled"}
-    (left_out,) = benchmark(models=tmp_path, only=["load8-1x2"], data=tmp_path / "none").workloads
-    with pytest.raises(SystemUnavailable, match="lora_request_trace"), left_out.session(print):
-        pass
 
 
 def test_models_that_were_written_are_measured_in_turn(tmp_path, monkeypatch):
@@ -104,6 +99,7 @@ def test_models_that_were_written_are_measured_in_turn(tmp_path, monkeypatch):
         tiny_sd(tmp_path / f"sd15-{seed}", seed=seed)
     for module in (assemble, memory):  # what else the process holds is more than these models
         monkeypatch.setattr(module, "memory_of", lambda *_, **__: MemoryReader())
+    monkeypatch.setattr(models, "_REQUESTS", 5)  # the last is for a model that has made room
     workload = Switching("x", tmp_path, family="sd15", edge=32)
     with workload.session(print):
         readings = {

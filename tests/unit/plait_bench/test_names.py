@@ -42,9 +42,8 @@ KERNELS = (
     "geglu-sd15-1024x2560 geglu-sd15-256x5120 geglu-sd15-4096x1280 geglu-sdxl-1024x5120 geglu-sdxl-4096x2560 "
     "group-norm-sdxl-1280x32 group-norm-sdxl-640x64 group-norm-silu-sd15-1280x16 group-norm-silu-sd15-2560x8 "
     "group-norm-silu-sd15-320x64 group-norm-silu-sd15-640x32 group-norm-silu-sdxl-1280x32 "
-    "group-norm-silu-sdxl-1280x32-contiguous group-norm-silu-sdxl-1920x64 group-norm-silu-sdxl-2560x32 "
-    "group-norm-silu-sdxl-320x128 group-norm-silu-sdxl-320x128-contiguous group-norm-silu-sdxl-640x64 "
-    "group-norm-silu-sdxl-640x64-contiguous group-norm-silu-sdxl-960x128 int8-lookup-2048x40 int8-lookup-512x80 "
+    "group-norm-silu-sdxl-1920x64 group-norm-silu-sdxl-2560x32 group-norm-silu-sdxl-320x128 "
+    "group-norm-silu-sdxl-640x64 group-norm-silu-sdxl-960x128 int8-lookup-2048x40 int8-lookup-512x80 "
     "int8-lookup-64x20 lora-merge-sd15-1280 residual-add-sdxl-320x128 residual-add-sdxl-640x64"
 )
 

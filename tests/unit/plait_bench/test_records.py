@@ -51,7 +51,6 @@ def test_the_document_has_the_fields_that_programs_read():
     doc = json.loads(json.dumps(document("images", "abc123", HOST, result)))
     assert set(doc) >= {"bench", "commit", "host", "rows", "ratios"}
     assert set(doc["rows"][0]) >= {"system", "workload", "metric", "unit", "value", "p20", "p80", "n", "kind"}
-    assert {entry["kind"] for entry in doc["rows"]} == {"measured"}
     assert doc["ratios"]["single:images_per_s:plait/peer"] == 1.5
     assert doc["ratio_spreads"]["single:images_per_s:plait/peer"] == {"p20": 1.35, "p80": 1.65, "n": 5}
     assert doc["left_out"] == {"third": "needs PEFT"}
@@ -63,9 +62,6 @@ def test_host_facts_name_the_machine_but_nobody():
     """CPU, cores, memory and versions are there; no host name, no user."""
     facts = host_facts()
     assert set(facts) == {*HOST, *gpu_facts()}
-    assert facts["cpu"]
-    assert facts["cores"] >= 1
-    assert facts["torch"]
     assert 1.0 < facts["wake_us"] < 100_000.0
 
 
@@ -84,22 +80,15 @@ def test_a_recorded_row_carries_what_an_audit_asks_for(tmp_path):
 
 
 def test_the_newest_row_that_counts_stands_in_the_place_of_older_ones(tmp_path):
-    """By workload, system and metric; all others stay as they are."""
+    """By workload, system and metric; all others stay as they are. A time of a busy host is left out and counted."""
     path = tmp_path / "sub" / "images.jsonl"
     records.put(path, "images", "abc123", HOST, ROWS)
     before = kept(records.read(path))
+    assert records.put(path, "images", "def456", HOST, [row("plait", "same16", "images_per_s", 9.0, busy=True)]) == 1
+    assert kept(records.read(path)) == before
     records.put(path, "images", "def456", HOST, [row("plait", "same16", "images_per_s", 9.0)])
     assert kept(records.read(path)) == {**before, ("same16", "plait", "images_per_s"): ("def456", 9.0)}
     assert path.read_text().count("Some CPU") == 2  # what a run has in common is written once
-
-
-def test_a_row_that_does_not_count_replaces_nothing(tmp_path):
-    """A time of a busy host is left out and counted; what was there is newer than nothing."""
-    path = tmp_path / "images.jsonl"
-    records.put(path, "images", "abc123", HOST, ROWS)
-    before = path.read_bytes()
-    assert records.put(path, "images", "def456", HOST, [row("plait", "same16", "images_per_s", 9.0, busy=True)]) == 1
-    assert path.read_bytes() == before
 
 
 def test_the_committed_files_are_what_the_program_writes(tmp_path):
@@ -117,8 +106,6 @@ def test_a_broken_results_file_names_its_line(tmp_path):
     path = tmp_path / "images.jsonl"
     records.put(path, "images", "abc123", HOST, ROWS)
     path.write_text("".join([*path.read_text().splitlines(keepends=True)[:2], "{}\n"]))
-    with pytest.raises(BenchError, match="line 3"):
-        records.read(path)
     before = path.read_bytes()
     with pytest.raises(BenchError, match="line 3"):
         records.put(path, "images", "def456", HOST, ROWS)
@@ -170,23 +157,19 @@ def test_a_dirty_checkout_is_refused(checkout, name):
     assert changes(checkout) == [name]
 
 
-def test_a_folder_that_is_no_checkout_has_neither_commit_nor_history(tmp_path):
-    """Benchmarks run from an unpacked archive too; nothing is recorded there, and nothing shown."""
-    assert commit(tmp_path) == "unknown"
-    with pytest.raises(BenchError, match="is none"):
-        records.require_clean(tmp_path)
-    with pytest.raises(BenchError):
-        history(tmp_path)
-
-
-def test_a_commit_is_in_history_or_not(checkout):
-    """Itself and what came before; not what is on another branch, and not what nobody knows."""
+def test_history_is_that_of_a_checkout(checkout, tmp_path_factory):
+    """The commit and what came before, not what is on another branch; an unpacked archive has none, and nothing is
+    recorded there."""
     first = commit(checkout)
     git(checkout, "checkout", "-b", "other")
     git(checkout, "commit", "--allow-empty", "-m", "two")
     assert history(checkout) == {first, commit(checkout)}
     git(checkout, "checkout", "main")
     assert history(checkout) == {first}
+    archive = tmp_path_factory.mktemp("archive")
+    for asked in (records.require_clean, history):
+        with pytest.raises(BenchError):
+            asked(archive)
 
 
 def test_a_gpu_is_named_with_its_driver(monkeypatch, tmp_path):

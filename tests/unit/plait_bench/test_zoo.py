@@ -10,7 +10,7 @@ from plait_bench import zoo
 def test_rows_of_a_variant_and_of_a_refusal(monkeypatch, tmp_path):
     """A packaged variant has bytes, seconds and a difference; a refused one is counted, and its reason is said."""
     lines = [
-        {"variant": "a", "crossing_bytes": 640, "by_hand_bytes": 700, "package_s": 0.5, "millionths": 0.1, "spread": 1},
+        {"variant": "a", "crossing_bytes": 640, "package_s": 0.5, "millionths": 0.1},
         {"variant": "b", "refused": "aten.x.default: why"},
     ]
     monkeypatch.setattr(zoo, "run_command", lambda *_, **__: "\n".join(map(json.dumps, lines)) + "\n")
@@ -22,7 +22,6 @@ def test_rows_of_a_variant_and_of_a_refusal(monkeypatch, tmp_path):
     assert readings == {
         ("a", "crossing_bytes"): 640.0,
         ("a", "package_s"): 0.5,
-        ("a", "by_hand_bytes"): 700.0,
         ("a", "millionths"): 0.1,
         ("a", "refused"): 0.0,
         ("b", "refused"): 1.0,

@@ -69,7 +69,7 @@ def test_certificates_are_not_judged_or_judged_by_a_file(tmp_path):
         ("run --set name=2026-02-30", "--set 'name=2026-02-30': the value is not YAML"),
         ("run --header nothing", "write 'Name: value'"),
         ("run --api images --method PUT", "mix.0.method: there is no such setting"),
-        ("run --json no/such/folder/a.json", "no/such/folder/a.json cannot be written"),
+        ("run --json no/such/folder/a.json", "--json: the folder no/such/folder does not exist"),
         ("run --json .", ". cannot be written"),
         ("run --raw rows.txt", "--raw rows.txt: the name must end in .csv, .jsonl, .npz"),
         ("run --save part.json", "--save part.json: the name must end in .npz"),

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.admission import ImageLimits, check_size, nearest_size
+from plait_serving.diffusion.errors import ModelError, RequestError
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
@@ -97,8 +98,13 @@ class Model:
 
 def image_limits(family: Family, wanted: ImageLimits, free_bytes: int | None) -> ImageLimits:
     """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the free
-    memory can hold."""
+    memory can hold. Raises `ModelError` if what requests without a size would get is none of those that are wanted."""
     limits = replace(wanted, size_multiple=family.size_multiple, min_edge_px=family.size_multiple)
+    if limits.sizes:
+        try:
+            check_size(*nearest_size(family.width, family.height, limits.sizes, limits.size_multiple), limits)
+        except RequestError as error:
+            raise ModelError(f"images.limits.sizes: requests without a size would all be refused: {error}") from error
     free, native = free_bytes, family.width * family.height
     free = max(0, available_bytes(family.device) if free is None else free)
     pixels = pixels_that_fit(family.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)

@@ -6,7 +6,7 @@ The forms of answers are those of stable-diffusion-webui's `modules/api`. No ans
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -97,27 +97,27 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
 
 
 @contextmanager
-def _in_their_words() -> Iterator[None]:
+def _in_their_words(names: Mapping[str, str] = _NAMES) -> Iterator[None]:
     """Have errors say A1111's name of the field: in its form there is a sentence alone."""
     try:
         yield
     except ValidationError as error:
-        found = [{**each, "loc": _their_names(each["loc"])} for each in error.errors(include_url=False)]
+        found = [{**each, "loc": _their_names(each["loc"], names)} for each in error.errors(include_url=False)]
         raise RequestValidationError(found) from error
     except RequestError as error:
-        name = ".".join(map(str, _their_names(tuple((error.param or "").split(".")))))
+        name = ".".join(map(str, _their_names(tuple((error.param or "").split(".")), names)))
         if name in error.message:
             raise
         raise type(error)(f"{name}: {error.message}", param=error.param) from error
 
 
-def _their_names(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+def _their_names(place: tuple[int | str, ...], names: Mapping[str, str]) -> tuple[int | str, ...]:
     if not place:
         return place
     if place[0] == "loras":
         return ("prompt",)  # which has their tags
     members = _OF_UNITS if place[0] == "controlnets" else {}
-    return (_NAMES.get(str(place[0]), place[0]), *(members.get(str(each), each) for each in place[1:]))
+    return (names.get(str(place[0]), place[0]), *(members.get(str(each), each) for each in place[1:]))
 
 
 def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints: list[str]) -> bytes:
@@ -241,7 +241,7 @@ async def png_info(given: PngInfo, context: ContextDep, who: Who) -> dict[str, A
         text = read_parameters(raw) or ""
         return text, settings_of(text) if text else {}
 
-    with _in_their_words():
+    with _in_their_words({}):  # its image is called so there, too
         text, found = await context.decoder.run(who.tenant, read)
     return {"info": text, "items": {"parameters": text} if text else {}, "parameters": found}
 

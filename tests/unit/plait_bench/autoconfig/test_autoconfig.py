@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +13,13 @@ from plait_autoconfig.designers.uninformed import RandomDesigner
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.rows import dump_lines
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from plait_bench import autoconfig
 from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.searching import Curve, Searching, measured_again, play
-from plait_bench.autoconfig.services import Service, TuningTask, falcon_suite, recorded_runs, recorded_suites
+from plait_bench.autoconfig.services import Service, TuningTask, falcon_suite, recorded_suite
+from plait_bench.benchmark import Benchmark
 from plait_bench.errors import BenchError
 from plait_bench.runner import RunPlan, run
 from support.tune_jobs import job
@@ -33,10 +31,9 @@ SPACE = Space(
         ChoiceKnob(name="batch", values=(1, 4), ordered=True),
     )
 )
-SPACES = {"tiny": SPACE}
 
 
-def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
+def recorded(*, leave_out: int = 0) -> list[LibraryRun]:
     """Two runs on eight cells, one of which crashes; every cell three times. Of the last run some are left out."""
     runs = []
     for name, factor in (("one", 1.0), ("two", 3.0)):
@@ -49,18 +46,13 @@ def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
                     outcome = TrialOutcome.failed(FailureKind.CRASH, "too much")
                 trials.append(Trial(number=len(trials), config=cell, outcome=outcome, repeat=repeat))
         kept = tuple(trials[leave_out:8] if name == "two" and leave_out else trials)
-        run = LibraryRun(run_id=name, service="tiny", trials=kept, goals=("max goodput_per_cost",))
-        runs.append(replace(run, **changes))
-    path = folder / "tiny.jsonl"
-    path.write_text("\n".join(dump_lines(runs)))
-    return path
+        runs.append(LibraryRun(run_id=name, service="tiny", trials=kept, goals=("max goodput_per_cost",)))
+    return runs
 
 
-def test_recorded_runs_become_a_workload(tmp_path: Path):
+def test_recorded_runs_become_a_workload():
     """Each against the other; trials show what was measured, in order; the truth is the mean."""
-    suites = recorded_suites(recorded_runs([recorded(tmp_path)]), SPACES)
-    assert list(suites) == ["own-tiny"]
-    suite = suites["own-tiny"]
+    suite = recorded_suite(recorded(), SPACE)
     assert [task.name for task in suite.tasks] == ["one", "two"]
     assert [run.run_id for run in suite.tasks[0].library] == ["two"]
     service = suite.tasks[0].service
@@ -73,7 +65,7 @@ def test_recorded_runs_become_a_workload(tmp_path: Path):
     assert service.regret(service.index[service.space.key({"threads": 4, "batch": 4})]) == 1.0
 
 
-def test_what_the_trials_cannot_tell_apart_ties(tmp_path: Path):
+def test_what_the_trials_cannot_tell_apart_ties():
     """Cells whose means are closer to the best one's than chance takes them have no regret, others all of theirs; one
     glitch among many trials moves nothing; without repeats nothing ties."""
 
@@ -86,7 +78,7 @@ def test_what_the_trials_cannot_tell_apart_ties(tmp_path: Path):
                 outcome = TrialOutcome.measured(goodput_per_cost=shown * (glitch if not trials else 1.0))
                 trials.append(Trial(number=len(trials), config=cell, outcome=outcome, repeat=repeat))
         run = LibraryRun(run_id="one", service="tiny", trials=tuple(trials), goals=("max goodput_per_cost",))
-        return recorded_suites([run], SPACES)["own-tiny"].tasks[0].service
+        return recorded_suite([run], SPACE).tasks[0].service
 
     service = service_of(3)
     assert service.tie == pytest.approx(1 - np.exp(-1.96 * 0.03 * (2 / 3) ** 0.5), abs=0.02)
@@ -97,45 +89,16 @@ def test_what_the_trials_cannot_tell_apart_ties(tmp_path: Path):
     assert service_of(1).tie == 0.0
 
 
-def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
+def test_a_run_with_cells_missing_is_only_a_source():
     """Its optimum is not known."""
-    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path, leave_out=3)]), SPACES).values()
-    (task,) = suite.tasks
+    (task,) = recorded_suite(recorded(leave_out=3), SPACE).tasks
     assert task.name == "one"
     assert [len(run.trials) for run in task.library] == [5]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"goals": ("best",)}, "'one' cannot be read: the goal 'best'"),
-        ({"goals": ()}, "'one' cannot be read: the goal ''"),
-        (
-            {"trials": (Trial(number=0, config={"threads": 9, "batch": 1}, outcome=TrialOutcome.measured(x=1.0)),)},
-            "threads",
-        ),
-    ],
-)
-def test_recorded_runs_that_can_not_be_judged_are_refused(tmp_path: Path, changes: dict[str, Any], said: str):
-    """The message names the run and what is wrong."""
-    with pytest.raises(BenchError, match=said):
-        recorded_suites(recorded_runs([recorded(tmp_path, **changes)]), SPACES)
-
-
-def test_a_file_that_is_no_library_is_refused_by_name(tmp_path: Path):
-    """And so is a run of a service that nobody knows."""
-    path = recorded(tmp_path)
-    with pytest.raises(BenchError, match="no recorded service 'tiny'"):
-        recorded_suites(recorded_runs([path]), {"other": SPACE})
-    path.write_text("cake\nmore\n")
-    with pytest.raises(BenchError, match=r"no library of trials: .*tiny\.jsonl"):
-        recorded_runs([path])
-
-
-def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_whole_benchmark_runs_on_recorded_runs():
     """Rows for each designer and metric, and ratios of ours to the others."""
-    monkeypatch.setattr(autoconfig, "SPACES", SPACES)
-    benchmark = autoconfig.benchmark(only=["own-tiny"], tables=[recorded(tmp_path)])
+    benchmark = Benchmark(workloads=(Searching("own-tiny", lambda: recorded_suite(recorded(), SPACE)),))
     plan = RunPlan(rounds=2, systems=("plait", "random"))
     (result,) = run(benchmark, plan, say=lambda _: None, look=calm)
     rows = {(row.system, row.metric): row for row in result.rows}

@@ -51,12 +51,6 @@ class TestBodies:
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
-    def test_a_header_that_does_not_fit_is_refused(self):
-        """Rather than cut off."""
-        tensors = {f"input_{n}": torch.zeros(1, 1) for n in range(200)}
-        with pytest.raises(ValueError, match="does not fit"):
-            body(RankRequest(request_id="r", model="m", candidates=1, tensors=tensors))
-
 
 def server(capacity_per_s: float, asked: list[tuple[float, float]]):
     """A server that is in time below its capacity, and late with half of all above; notes what it was asked."""
@@ -106,10 +100,10 @@ class TestGoodput:
 
         def run(scenario):
             durations.append((scenario.duration_s, scenario.arrivals.rate_per_s, scenario.seed))
-            total = SimpleNamespace(judged=1, good=1, blamed=0, achieved_per_s=1.0, goodput_per_s=1.0)
-            return SimpleNamespace(summary=SimpleNamespace(total=total, reasons=[]))
+            return SimpleNamespace(summary=None)
 
         monkeypatch.setattr(goodput, "run_scenario", run)
+        monkeypatch.setattr(goodput, "observed", lambda _: None)
         (tmp_path / "a.bin").write_bytes(b"x")
         bodies, settle = [tmp_path / "a.bin"], lambda: settled.append(len(durations))
         load = goodput.load_on("http://127.0.0.1:1", bodies, limit_ms=50.0, seed=1000, settle=settle)

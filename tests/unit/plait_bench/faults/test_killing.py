@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 
 from plait_bench.faults.killing import Fault, problems, slope_of
 from plait_bench.faults.requests import DOCUMENTED, Ask, End, Reply, Tally, answer_of, image_ask, mixed, verdict_of
-from plait_bench.faults.server import HELD, Usage, grown
+from plait_bench.faults.server import HELD, grown
 
 JSON = {"content-type": "application/json", "retry-after": "5"}
 RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
@@ -150,8 +151,7 @@ def test_requests_are_the_same_for_a_seed_and_reach_every_part():
 
 def usage(**more):
     """What a server holds."""
-    by_kind = more.pop("memory_by_kind", {"engine": 100})
-    return Usage(counts={**dict.fromkeys(HELD, 100), **more}, memory_by_kind=by_kind)
+    return Counter({**dict.fromkeys(HELD, 100), "engine": 100, **more})
 
 
 def test_what_grew_is_told_from_what_varies():
@@ -160,7 +160,7 @@ def test_what_grew_is_told_from_what_varies():
     assert grown(before, usage(memory_bytes=1049, socket_files=3)) == []
     assert grown(before, usage(memory_bytes=500, socket_files=4)) == ["socket_files grew from 3 to 4"]
     assert grown(usage(zombies=0), usage(zombies=1)) == ["zombies grew from 0 to 1"]
-    more = usage(memory_bytes=200, memory_by_kind={"cn": 20, "engine": 180})
+    more = usage(memory_bytes=200, cn=20, engine=180)
     assert grown(usage(), more) == ["memory_bytes grew from 100 to 200, engine by 80, cn by 20"]
 
 

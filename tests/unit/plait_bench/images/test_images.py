@@ -75,12 +75,6 @@ def test_only_the_models_that_are_needed_must_be_there(tmp_path):
         benchmark(only=["lora"], **given)
 
 
-def parts(tmp_path, only, systems=()):
-    """The lists of items of sd15, and how they are measured."""
-    made = on_fleets(tmp_path, [SD15], only, systems).workloads
-    return [workload._items for workload in made], made[0]._pool
-
-
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
@@ -90,7 +84,7 @@ def test_sizes_edges_and_dtypes_never_share_a_row():
         Variety(size=size, edge=edge, dtype=dtype)
         for size in SIZES.values()
         for edge in ((256, 512) if size.name != "starter" else (256,))
-        for dtype in ("float32", "bfloat16")
+        for dtype in ("float32", "bfloat16", "float16")
     ]
     names = [kind.row_name("single") for kind in kinds]
     assert len(set(names)) == len(names)
@@ -101,19 +95,35 @@ def test_sizes_edges_and_dtypes_never_share_a_row():
 
 def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):
     """At sd15 ours stays open beside one peer after the other; the reference comes first."""
-    made, pool = parts(tmp_path, ["single"])
-    pairs = [sorted(items.systems) for items in made]
-    assert pool._max_open == 2
-    assert pairs == [
-        ["diffusers_fair", "plait"], ["plait", "plait_exact"], ["plait", "plait_torch"], ["openvino", "plait"],
-    ]  # fmt: skip
-    assert {items.name for items in made} == {"sd15-single"}
+    made = on_fleets(tmp_path, [SD15], ["single"])
+    assert [each.pairs for each in made] == [
+        (("plait", peer),) for peer in ("diffusers_fair", "plait_exact", "plait_torch", "openvino")
+    ]
+    assert {(each.name, each._max_open) for each in made} == {("sd15-single", 2)}
+
+
+def test_on_a_gpu_the_engine_is_compared_with_diffusers(tmp_path):
+    """All stay open, each in one process; the images have more steps, and nobody adapts to the load."""
+    (made,) = benchmark(only=["lora"], size="sdxl", device="cuda", models=tmp_path).workloads
+    assert (made.name, made._max_open) == ("gpu-sdxl-fp16-lora", 0)
+    found = {name: [layout.partition(" ")[2] for layout in made.layouts(name)] for name in made.systems}
+    assert found == {"plait_engine": ["own"], "diffusers_fair": ["channels_last", "compiled"], "diffusers": [""]}
+    assert (made._items.settings["device"], made._items.settle_s) == ("cuda", 0.0)
+    assert {order.steps for order in made._items.items} == {20}
+
+
+def test_openvino_makes_equal_images_one_by_one_or_in_one_call(tmp_path):
+    """Whichever is faster."""
+    (made,) = on_fleets(tmp_path, [Variety()], ["same4"], ["openvino"], host_cores=2)
+    assert list(made.layouts("openvino")) == [
+        f"{of}{batched}" for of in ("1x1", "1x2", "2x1") for batched in ("", " batched")
+    ]
 
 
 def test_a_workload_loads_only_the_models_that_it_names(tmp_path):
     """At real size a ControlNet that nobody asks for would cost gigabytes."""
-    made, _ = parts(tmp_path, ["single", "controlnet", "lora"], ["plait"])
-    single, controlnet, lora = (items.settings["models"] for items in made)
+    made = on_fleets(tmp_path, [SD15], ["single", "controlnet", "lora"], ["plait"])
+    single, controlnet, lora = (each._items.settings["models"] for each in made)
     assert (single.controlnets, single.loras) == ({}, {})
     assert (controlnet.controlnets, controlnet.loras) == ({"edges": tmp_path / "sd15-controlnet"}, {})
     assert (lora.controlnets, list(lora.loras)) == ({}, ["style1", "style2"])
@@ -121,10 +131,8 @@ def test_a_workload_loads_only_the_models_that_it_names(tmp_path):
 
 def test_a_later_pair_is_compared_with_the_first_ones_reference():
     """Two systems that agree with each other, but not with diffusers, are refused."""
-    single = workload("single")
-    check, right, wrong = PixelCheck(), image(), image(1)
+    single, check, right, wrong = workload("single"), PixelCheck(), image(), image(1)
     check(single, {"plait": [right], "diffusers_fair": [right]})
-    check(single, {"plait": [right], "openvino": [right]})
     with pytest.raises(Disagreement, match="openvino differs from diffusers_fair's"):
         check(single, {"plait": [right], "openvino": [wrong]})
 

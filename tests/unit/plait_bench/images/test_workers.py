@@ -72,12 +72,6 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_more_processes_than_there_are_is_an_error(fleet):
-    """A layout that the fleet cannot do is refused."""
-    with pytest.raises(ValueError, match="has 2 processes, not 3"):
-        fleet.configure(ProcessLayout(processes=3, threads=1))
-
-
 @pytest.mark.parametrize(
     ("factory", "item", "error", "sentence"),
     [

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import pytest
-
 from plait_bench.benchmark import Benchmark
-from plait_bench.errors import BenchError
 from plait_bench.placement import on_ray
 from plait_bench.placement.on_ray import SMALL, SYSTEMS, OnRay, Phase
 from plait_bench.runner import RunPlan, joined, run
@@ -35,15 +32,3 @@ def test_every_step_is_a_workload_of_its_own(monkeypatch):
     assert found["ray-pack", "ray-start", "stranded_pct"].value == 20.0
     assert found["plait", "ray-lost", "without_place"].value == 1.0
     assert found["plait", "ray-lost", "without_place"].n == 1
-
-
-def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch):
-    """An error of the benchmark, which names the workload."""
-
-    def nodes():
-        raise TimeoutError("no raylet")
-
-    monkeypatch.setattr(on_ray, "local_nodes", nodes)
-    workload = OnRay("ray", SMALL)
-    with workload.open("plait", "") as subject, pytest.raises(BenchError, match="ray: no raylet"):
-        subject.measure(1)

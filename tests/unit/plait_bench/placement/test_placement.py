@@ -12,6 +12,7 @@ from plait_bench.placement import filling
 from plait_bench.placement.filling import CONTENDERS, PUBLISHED, load
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 from plait_deploy.placement.policies import POLICIES
+from plait_deploy.placement.values import ClusterNode, Task
 from suites.placement_policies import sample_tasks
 
 MODELS = ("G2", "T4", "P100", "G3", "V100M16", "V100M32")
@@ -83,5 +84,28 @@ def test_without_data_it_says_what_is_missing(tmp_path, data):
     with pytest.raises(SystemUnavailable, match="fgd: not in "):
         load("default", tmp_path / "empty")
     (data / "fgd" / "openb_pod_list_default.csv").write_text("name,cpu_milli\na,1\n")
-    with pytest.raises(BenchError, match=r"not as published: KeyError"):
+    with pytest.raises(BenchError, match=r"fgd, default: not as published: KeyError"):
         load("default", data)
+
+
+TASKS = """name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos
+b,6000,12288,1,460,V100M16|V100M32,LS
+a,8000,30517,0,0,,BE
+"""
+
+
+def test_lists_are_read_by_name(data):
+    """A specification may name several models; a number that is none, what no task may ask for and columns that are
+    missing are told."""
+    path = data / "fgd" / "openb_pod_list_default.csv"
+    path.write_text(TASKS)
+    nodes, tasks = load("default", data)
+    assert nodes[0] == ClusterNode(name="n0", cpu_milli=64_000, memory_mib=400_000, gpus=8, gpu_model="G2")
+    assert tasks == [
+        Task(cpu_milli=8_000, memory_mib=30_517),
+        Task(cpu_milli=6_000, memory_mib=12_288, gpus=1, gpu_milli=460, gpu_models=frozenset({"V100M16", "V100M32"})),
+    ]
+    for line in ("c,8000,1,two,0,,LS\n", "c,8000,1,2,500,,LS\n", "c,8000\n"):
+        path.write_text(TASKS + line)
+        with pytest.raises(BenchError, match="not as published"):
+            load("default", data)

@@ -91,3 +91,13 @@ def test_no_replica_is_unavailable(answers: list[object] | Exception) -> None:
     """Whatever Serve says when there is nobody becomes `NoReplica`, which clients tell as their own."""
     with pytest.raises(NoReplica, match="edges"):
         ServeReplicas("edges", handle_of(answers)).connect(frozenset())
+
+
+def test_clients_of_a_busy_replica_hear_of_a_free_one() -> None:
+    """By the clients that all say they have now; not all of them move."""
+    found: list[object] = [
+        Replica(name=name, host="h", addresses=(), secret=b"", channels=count) for name, count in (("a", 10), ("b", 0))
+    ]
+    replicas = ServeReplicas("edges", handle_of(found), chance=random.Random(0))
+    moves = {name: {replicas.worth_moving(name) for _ in range(50)} for name in "ab"}
+    assert moves == {"a": {True, False}, "b": {False}}

@@ -89,6 +89,13 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     assert models.image_limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
 
 
+@pytest.mark.parametrize(("sizes", "says"), [("63x64", "is not among the sizes"), ("8192x8192", "edges go from")])
+def test_sizes_that_no_request_can_have_are_refused_when_the_model_is_read(sizes, says, tiny_sd_folder):
+    """Edges that the model does not make, or beyond the other limits: every request would be refused."""
+    with pytest.raises(ModelError, match=rf"^images.limits.sizes: .*{says}"):
+        models.image_limits(load_bundle(tiny_sd_folder), ImageLimits(sizes=(sizes,)), None)
+
+
 def test_this_host_has_some_memory():
     """The real files of this machine can be read."""
     assert 10_000_000 < available_bytes(CPU) < 1 << 60

@@ -60,7 +60,8 @@ def told(answer):
 
 def test_it_is_off_unless_one_key_turns_it_on(service):
     """Nothing below /sdapi is known then."""
-    assert make_client(service).get(f"{SDAPI}/options").status_code == 404
+    off = make_client(service).get(f"{SDAPI}/options")
+    assert (off.status_code, "server.a1111_api: true turns it on" in off.json()["errors"]) == (404, True)
     assert make_client(service, ON).get(f"{SDAPI}/options").status_code == 200
 
 
@@ -304,6 +305,8 @@ def test_what_an_image_says_of_its_making(client):
     assert (said["Prompt"], said["Negative prompt"], said["Seed"]) == ('a "b", c: d', "e\nf", "5")
     bare = client.post(f"{SDAPI}/png-info", json={"image": b64(png())}).json()
     assert bare == {"info": "", "items": {}, "parameters": {}}
+    refused = client.post(f"{SDAPI}/png-info", json={"image": "zzz"})
+    assert (refused.status_code, refused.json()["errors"]) == (400, "image: not valid base64")
 
 
 async def test_progress_and_interrupt_are_of_ones_own_requests():

@@ -62,6 +62,7 @@ def test_a_missing_part_is_named(folder, part):
     ("file", "changes", "reason"),
     [
         ("unet/config.json", {"class_embed_type": "timestep"}, "class conditioning"),
+        ("unet/config.json", {"num_class_embeds": 3}, "class conditioning"),
         ("unet/config.json", {"attention_type": "gated"}, "GLIGEN"),
         ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "IP-Adapter"),
         ("unet/config.json", {"addition_embed_type": "image"}, "addition_embed_type"),
