@@ -69,26 +69,6 @@ class Limit:
         return f"{self.metric} {'<=' if self.bound == 'at_most' else '>='} {self.value:g}"
 
 
-def maximise(metric: str) -> Goal:
-    """Return a goal to maximise the metric."""
-    return Goal(metric, "max")
-
-
-def minimise(metric: str) -> Goal:
-    """Return a goal to minimise the metric."""
-    return Goal(metric, "min")
-
-
-def at_most(metric: str, value: float) -> Limit:
-    """Return the limit `metric <= value`."""
-    return Limit(metric, "at_most", value)
-
-
-def at_least(metric: str, value: float) -> Limit:
-    """Return the limit `metric >= value`."""
-    return Limit(metric, "at_least", value)
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
     """One goal, or several (then the answer is a Pareto front), and limits."""
@@ -182,11 +162,6 @@ class Objective:
         return f"{wanted} with {', '.join(map(str, self.limits))}" if self.limits else wanted
 
 
-def max_goodput_per_cost(*limits: Limit) -> Objective:
-    """Return the objective of the most responses within the SLO per unit of cost."""
-    return Objective((maximise(GOODPUT_PER_COST),), limits)
-
-
 _GOAL = re.compile(r"(max|min)\s+(\w+)(?:\s+at\s+rate\s+([0-9.eE+-]+))?")
 _LIMIT = re.compile(r"(\w+)\s*(<=|>=)\s*([0-9.eE+-]+)")
 
@@ -207,7 +182,7 @@ def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
             rate_per_s = _number(match[3])
             if rate_per_s <= 0.0:
                 raise ObjectiveError(f"the goal {part.strip()!r} needs a rate above 0")
-            found.append(at_least(GOODPUT_PER_S, rate_per_s))
+            found.append(Limit(GOODPUT_PER_S, "at_least", rate_per_s))
     for each in limits:
         match = _LIMIT.fullmatch(each.strip())
         if match is None:

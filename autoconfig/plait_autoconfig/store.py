@@ -120,10 +120,6 @@ class LibraryStore:
                         found.append(replace(run_from(study.user_attrs[_DATA]), trials=_trials(study)))
             return tuple(found)
 
-    def export_file(self, path: str | Path) -> None:
-        """Write everything to a JSON-lines file. Raises `LibraryError`."""
-        write_library(path, self.runs())
-
     def _study(self, run: LibraryRun) -> optuna.Study:
         name = _PREFIX + run.run_id
         if name in optuna.get_all_study_names(self._storage):

@@ -69,9 +69,8 @@ class LookPlan:
         known where to look, no run is a short one."""
         if not expected_per_s:
             return cls(first_per_s=first_per_s, step=_FAR, short_s=short_s, long_s=long_s)
-        if whole:
-            return cls(first_per_s=expected_per_s, step=_MIN_STEP, short_s=long_s, long_s=long_s)
-        return cls(first_per_s=expected_per_s, step=_NEAR, short_s=short_s, long_s=long_s)
+        step, short_s = (_MIN_STEP, long_s) if whole else (_NEAR, short_s)
+        return cls(first_per_s=expected_per_s, step=step, short_s=short_s, long_s=long_s)
 
 
 def next_look(plan: LookPlan, looks: Sequence[Look]) -> tuple[float, float] | None:

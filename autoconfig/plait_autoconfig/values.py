@@ -116,6 +116,19 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TuningSubject:
+    """The tuned application, as the library remembers it and designers compare it."""
+
+    service: str = ""
+    workload: WorkloadFeatures = field(default_factory=dict)
+    hardware: Hardware = field(default_factory=Hardware)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    costs: tuple[float, ...] = ()
+    """What each of `Space.cells()` costs per hour, as far as that is known before it runs (what it reserves); empty
+    if unknown. Only the ratios matter; if given, trials should measure `cost_per_hour`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One configuration and the combined results of its trials (`pooled`)."""
 

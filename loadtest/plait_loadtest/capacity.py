@@ -19,8 +19,8 @@ rates take long trials: none is begun that might not end within the limit that t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from plait_loadtest.confidence import CONFIDENCE, is_refuted, is_shown, requests_needed
@@ -210,64 +210,63 @@ class _Ended(Exception):
     """Signals the end of the search."""
 
 
+@dataclass
 class _Searching:
-    """A search in progress: the bracket is from the highest of `_held` to `_high`, the lowest that did not hold."""
+    """A search in progress: the bracket is from the highest of `held` to `high`, the lowest that did not hold.
+    `ended_by`: why it ended before it was done; empty if it was."""
 
-    def __init__(
-        self,
-        measure: Measure,
-        search: CapacitySearch,
-        say: Callable[[str], None],
-        is_busy: Callable[[], bool],
-        clock: Callable[[], float],
-    ) -> None:
-        self._measure, self._search, self._say = measure, search, say
-        self._is_busy, self._clock = is_busy, clock
-        self._within_s = search.longest_s if search.within_s is None else search.within_s
-        self._until_s = clock() + self._within_s
-        self._ended_by = ""
-        self._trials: list[RateTrial] = []
-        self._held: list[float] = []
-        self._high: float | None = None
+    measure: Measure
+    search: CapacitySearch
+    say: Callable[[str], None]
+    is_busy: Callable[[], bool]
+    clock: Callable[[], float]
+    trials: list[RateTrial] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
+    high: float | None = None
+    ended_by: str = ""
+
+    def __post_init__(self) -> None:
+        self.within_s = self.search.longest_s if self.search.within_s is None else self.search.within_s
+        self.until_s = self.clock() + self.within_s
 
     def run(self) -> Capacity:
         confirmed = False
-        self._say(f"the search takes at most {self._within_s / 60.0:.3g} min")
+        self.say(f"the search takes at most {self.within_s / 60.0:.3g} min")
         try:
             self._bracket()
-            while self._held and not confirmed and self._room():
+            while self.held and not confirmed and self._room():
                 self._bisect()
                 confirmed = self._confirm()
-            if confirmed and self._search.beyond is not None:
-                self._try(self._held[-1] * self._search.beyond, "beyond", times=2.0)
+            if confirmed and self.search.beyond is not None:
+                self._try(self.held[-1] * self.search.beyond, "beyond", times=2.0)
         except _Ended:
             pass
         return self._result(confirmed=confirmed)
 
     def _room(self) -> bool:
-        return len(self._trials) < self._search.max_trials
+        return len(self.trials) < self.search.max_trials
 
     def _bracket(self) -> None:
         """Double or halve the rate until one rate held and another did not."""
-        rate = self._search.first_per_s
-        while self._room() and rate >= self._search.min_per_s and (not self._held or self._high is None):
+        rate = self.search.first_per_s
+        while self._room() and rate >= self.search.min_per_s and (not self.held or self.high is None):
             if self._take(rate, "bracket"):
                 rate *= 2.0
             else:
                 rate /= 2.0
 
     def _bisect(self) -> None:
-        while self._room() and self._high is not None and self._high / self._held[-1] > 1.0 + self._search.tolerance:
-            self._take((self._high * self._held[-1]) ** 0.5, "bisect")
+        while self._room() and self.high is not None and self.high / self.held[-1] > 1.0 + self.search.tolerance:
+            self._take((self.high * self.held[-1]) ** 0.5, "bisect")
 
     def _confirm(self) -> bool:
         """Run again, twice as long; on failure the rate becomes the upper end and the search continues below."""
-        rate = self._held[-1]
+        rate = self.held[-1]
         if self._try(rate, "confirm", times=2.0).verdict == "held":
             return True
-        self._high = rate
-        self._held.pop()
-        while not self._held and self._room() and rate >= self._search.min_per_s:
+        self.high = rate
+        self.held.pop()
+        while not self.held and self._room() and rate >= self.search.min_per_s:
             rate *= 0.8
             self._take(rate, "bracket")
         return False
@@ -276,9 +275,9 @@ class _Searching:
         """Try a rate and move the bracket; return True if it held."""
         trial = self._try(rate, purpose)
         if trial.verdict == "held":
-            self._held.append(rate)
+            self.held.append(rate)
             return True
-        self._high = rate if self._high is None else min(self._high, rate)
+        self.high = rate if self.high is None else min(self.high, rate)
         return False
 
     def _try(self, rate: float, purpose: Purpose, *, times: float = 1.0) -> RateTrial:
@@ -286,71 +285,63 @@ class _Searching:
         for _ in range(_REPEATS):
             if trial.is_spoiled:
                 trial = self._run(rate, purpose, times)
-        if trial.is_spoiled and self._is_busy():
+        if trial.is_spoiled and self.is_busy():
             self._end(f"this machine is busy without any load ({trial.why})")
         return self._run(rate, purpose, 2.0 * times) if trial.verdict == "unproven" else trial
 
     def _run(self, rate: float, purpose: Purpose, times: float) -> RateTrial:
-        duration_s = trial_s(rate, self._search, times=times)
-        if self._clock() + duration_s + self._search.spare_s > self._until_s:
-            self._end(f"the {self._within_s / 60.0:.3g} min have no room for {duration_s:.0f} s at {rate:.4g}/s")
-        self._say(f"{purpose}: {rate:.4g}/s for {duration_s:.0f} s")
-        observed = self._measure(rate, duration_s)
+        duration_s = trial_s(rate, self.search, times=times)
+        if self.clock() + duration_s + self.search.spare_s > self.until_s:
+            self._end(f"the {self.within_s / 60.0:.3g} min have no room for {duration_s:.0f} s at {rate:.4g}/s")
+        self.say(f"{purpose}: {rate:.4g}/s for {duration_s:.0f} s")
+        observed = self.measure(rate, duration_s)
         verdict, why = judge(observed)
         trial = RateTrial(
             rate_per_s=rate, duration_s=duration_s, purpose=purpose, verdict=verdict, why=why, observed=observed
         )
-        self._trials.append(trial)
-        self._say(f"{purpose}: {rate:.4g}/s {verdict}{': ' + why if why else ''}")
+        self.trials.append(trial)
+        self.say(f"{purpose}: {rate:.4g}/s {verdict}{': ' + why if why else ''}")
         if observed.interrupted or observed.unreachable:
             raise _Ended
         return trial
 
     def _end(self, why: str) -> NoReturn:
-        self._ended_by = why
+        self.ended_by = why
         raise _Ended
 
     def _result(self, *, confirmed: bool) -> Capacity:
-        rate = self._held[-1] if self._held else None
-        bound = [trial for trial in self._trials if trial.rate_per_s == self._high and trial.verdict != "held"]
+        rate = self.held[-1] if self.held else None
+        bound = [trial for trial in self.trials if trial.rate_per_s == self.high and trial.verdict != "held"]
         by_generator = bool(bound) and bound[-1].verdict == "invalid"
         return Capacity(
             rate_per_s=rate,
             confirmed=confirmed,
             by_generator=by_generator,
-            statement=_statement(
-                rate, self._high, self._trials, confirmed=confirmed, by_generator=by_generator, ended_by=self._ended_by
-            ),
-            trials=tuple(self._trials),
+            statement=self._statement(rate, confirmed=confirmed, by_generator=by_generator),
+            trials=tuple(self.trials),
         )
 
-
-def _statement(
-    rate: float | None,
-    high: float | None,
-    trials: Sequence[RateTrial],
-    *,
-    confirmed: bool,
-    by_generator: bool,
-    ended_by: str,
-) -> str:
-    """Return the result as a sentence or two. `ended_by`: why it ended before it was done; empty if it was."""
-    if rate is None:
-        why = ended_by or (trials[-1].why if by_generator else trials[-1].observed.unreachable if trials else "")
-        return "no rate was found that holds the SLO" + _because(why)
-    if not confirmed:
-        return f"{rate:.4g}/s held, but the search ended before a longer run confirmed it" + _because(ended_by)
-    last = next(trial for trial in reversed(trials) if trial.purpose == "confirm" and trial.verdict == "held")
-    shown = "; ".join(
-        f"{each.name}: {each.good} of {each.judged} within {each.latency_ms:g} ms, so {each.percentile:g} % or more are"
-        for each in last.observed.classes
-    )
-    above = "no higher rate was tried" if high is None else f"{high:.4g}/s did not hold"
-    held = f"{rate:.4g}/s holds the SLO with {CONFIDENCE:.0%} confidence ({shown})"
-    if by_generator:
-        why = next(trial.why for trial in reversed(trials) if trial.rate_per_s == high)
-        return f"at least {rate:.4g}/s, this generator ends there: {held}; {above}: {why}"
-    return f"{held}; {above}"
+    def _statement(self, rate: float | None, *, confirmed: bool, by_generator: bool) -> str:
+        """Return the result as a sentence or two."""
+        trials, high = self.trials, self.high
+        if rate is None:
+            why = trials[-1].why if by_generator else trials[-1].observed.unreachable if trials else ""
+            return "no rate was found that holds the SLO" + _because(self.ended_by or why)
+        if not confirmed:
+            held = f"{rate:.4g}/s held, but the search ended before a longer run confirmed it"
+            return held + _because(self.ended_by)
+        last = next(trial for trial in reversed(trials) if trial.purpose == "confirm" and trial.verdict == "held")
+        shown = "; ".join(
+            f"{each.name}: {each.good} of {each.judged} within {each.latency_ms:g} ms, "
+            f"so {each.percentile:g} % or more are"
+            for each in last.observed.classes
+        )
+        above = "no higher rate was tried" if high is None else f"{high:.4g}/s did not hold"
+        held = f"{rate:.4g}/s holds the SLO with {CONFIDENCE:.0%} confidence ({shown})"
+        if by_generator:
+            why = next(trial.why for trial in reversed(trials) if trial.rate_per_s == high)
+            return f"at least {rate:.4g}/s, this generator ends there: {held}; {above}: {why}"
+        return f"{held}; {above}"
 
 
 def _because(why: str) -> str:

@@ -7,6 +7,7 @@ interrupted.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from plait_loadtest.report.outputs import Outputs
     from plait_loadtest.scenario import Scenario
     from plait_loadtest.session import FinishedRun
-    from plait_loadtest.values import HostPart
+    from plait_loadtest.values import HostPart, OnProgress, RunProgress
 
 EXIT_FAILED, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 1, 2, 99, 130
 
@@ -192,7 +193,6 @@ def _check_search(given: set[str]) -> None:
 
 
 def _run(scenario: Scenario, outputs: Outputs, part: HostPart, start_unix_s: float | None) -> int:
-    from plait_loadtest.progress import live_line
     from plait_loadtest.session import foreseen, run_scenario
     from plait_loadtest.wire.dial import require_listener
 
@@ -210,7 +210,6 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool, within_min: 
     """Run the capacity search; its report is that of the run that confirmed the rate, plus the trials."""
     from plait_loadtest.capacity import find_capacity
     from plait_loadtest.measure import lag_limit
-    from plait_loadtest.progress import live_line
     from plait_loadtest.run.coordinator import is_slow_alone
     from plait_loadtest.session import measure_at, search_of
     from plait_loadtest.wire.dial import require_listener
@@ -235,6 +234,40 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool, within_min: 
     if any(trial.observed.interrupted for trial in found.trials):
         return EXIT_INTERRUPTED
     return 0 if found.confirmed and is_written else EXIT_FAILED
+
+
+@contextmanager
+def live_line(total_s: float | None) -> Iterator[OnProgress]:
+    """Yield the function that shows progress on stderr while the block runs; silent where that is no terminal.
+    `total_s`: of the whole run, if known."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text("preparing"), console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield lambda progress: live.update(
+            Text(progress_line(progress, total_s), no_wrap=True, overflow="ellipsis"), refresh=True
+        )
+
+
+def progress_line(progress: RunProgress, total_s: float | None) -> str:
+    """Return one line: time, requests, errors, requests in flight, recent latency."""
+    from plait_report.page import number
+
+    if progress.elapsed_s < 0:
+        return "preparing requests"
+    of_s = "" if total_s is None else f" of {total_s:.0f}"
+    of_n = "" if progress.planned is None else f" of {progress.planned:,}"
+    parts = [f"{progress.elapsed_s:.0f}{of_s} s", f"{progress.done:,}{of_n} done"]
+    if progress.errors:
+        parts.append(f"{progress.errors:,} failed")
+    parts.append(f"{progress.in_flight:,} in flight" + (f", {progress.waiting:,} waiting" if progress.waiting else ""))
+    if progress.recent_p50_ms is not None:
+        parts.append(f"now p50 {number(progress.recent_p50_ms)} ms, p95 {number(progress.recent_p95_ms)} ms")
+    return " · ".join(parts)
 
 
 def _written(outputs: Outputs, session: FinishedRun, capacity: Capacity | None = None) -> bool:

@@ -20,7 +20,7 @@ MLPERF_CANDIDATES: dict[int, float] = {100: 2, 200: 12, 300: 2, 400: 1, 500: 1, 
 tools/dist_quantile.txt at commit b66003e: twenty quantiles, each equally likely."""
 
 
-def cumulative(weights: Sequence[float]) -> Floats:
+def cumulative(weights: Sequence[float] | Floats) -> Floats:
     """Return the cumulative shares of `weights`. Raises ValueError if one is negative or none is positive."""
     shares = np.asarray(weights, dtype=np.float64)
     if shares.size == 0 or (shares < 0).any() or not shares.sum() > 0:
@@ -99,8 +99,7 @@ class ZipfRanks:
         self._squeeze = 2.0 - float(_inverse_area(edge, exponent))
         self._sums: Floats | None = None
         if rows.size == 1 and rows[0] <= _MAX_SUMS:
-            sums = np.cumsum(np.arange(1, rows[0] + 1, dtype=np.float64) ** -exponent)
-            self._sums = sums[:-1] / sums[-1]  # the last rank has what is left
+            self._sums = cumulative(zipf_weights(int(rows[0]), exponent))[:-1]  # the last rank has what is left
 
     def draw(self, rng: np.random.Generator, count: int) -> Ints:
         """Return ranks from 0, the most popular: int64 (count, I)."""

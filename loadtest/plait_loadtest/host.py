@@ -15,7 +15,7 @@ def facts() -> dict[str, Any]:
     """Return the processor, the cores that this process may use, the load of the last minute, and versions."""
     return {
         "cpu": _cpu_model(Path("/proc/cpuinfo")),
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "loadavg_1m": round(os.getloadavg()[0], 2),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -52,10 +52,6 @@ def git_says(folder: Path, *arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model(cpuinfo: Path) -> str:

@@ -34,8 +34,8 @@ def run_scenario(
     *,
     part: HostPart = WHOLE,
     start_unix_s: float | None = None,
-    on_progress: OnProgress | None = None,
-    stop_when: StopWhen | None = None,
+    on_progress: OnProgress = lambda _: None,
+    stop_when: StopWhen = lambda _: None,
 ) -> FinishedRun:
     """Run a scenario, or one host's part of it. Raises `ScenarioError` before anything is sent if it cannot be run.
 
@@ -147,7 +147,7 @@ def search_of(scenario: Scenario, *, beyond: float | None = None, within_s: floa
 def measure_at(
     scenario: Scenario,
     *,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda _: None,
     keep: Callable[[FinishedRun], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Callable[[float, float], Observed]:

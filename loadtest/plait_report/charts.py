@@ -217,10 +217,10 @@ class Chart:
         """Draw a line that is level for `width` at each value, from 0 on."""
         self.line([((i + edge) * width, value) for i, value in enumerate(values) for edge in (0, 1)], kind)
 
-    def band(self, points: Sequence[tuple[float, float, float]], kind: str = "band") -> None:
+    def band(self, points: Sequence[tuple[float, float, float]]) -> None:
         """Fill what lies between two lines: (x, low, high)."""
         upper, lower = [(x, high) for x, _, high in points], [(x, low) for x, low, _ in points]
-        self._shape("polygon", upper + lower[::-1], kind)
+        self._shape("polygon", upper + lower[::-1], "band")
 
     def box(self, x: tuple[float, float], y: tuple[float, float], kind: str, *, gap: float = 0.0) -> None:
         """Fill a rectangle, `gap` pixels narrower than its two ends on the x axis; at least a pixel is seen."""

@@ -21,7 +21,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from starter_training.data import TrainingImages
 from starter_training.loop import SEED, Loss, StageOutcome, Trainer
 from starter_training.plan import StageRecipe
-from starter_training.text import WIDTH, build_head, build_text_encoder, embed, tokenize
+from starter_training.text import WIDTH, build_head, build_text_encoder, embed, spelling_loss, tokenize
 from starter_training.vae import scaled_latents
 
 CHANNELS = (48, 96, 144)
@@ -152,6 +152,13 @@ def predicted(studio: Studio) -> Predict:
         return torch.as_tensor(studio.unet(noisy, t, prompts[batch.prompts]).sample)
 
     return predict
+
+
+def train_text(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
+    """Train (or resume training) the text encoder of `studio` and its head in place, then freeze them."""
+    both = nn.ModuleDict({"encoder": studio.encoder, "head": studio.head})
+    loss = spelling_loss(studio.encoder, studio.head, studio.ids, studio.latents, recipe.batch)
+    return Trainer("text", both, recipe, checkpoint).run(loss)
 
 
 def train_base(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:

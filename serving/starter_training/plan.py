@@ -39,9 +39,9 @@ FULL: Plan = {
 }
 
 
-def smoke_plan(steps: int = 3, batch: int = 2) -> Plan:
+def smoke_plan(steps: int = 3) -> Plan:
     """Return a plan of a few steps per stage: it proves that the program runs, not that it learns."""
-    return {name: replace(recipe, steps=steps, batch=batch, ema=0.5) for name, recipe in FULL.items()}
+    return {name: replace(recipe, steps=steps, batch=2, ema=0.5) for name, recipe in FULL.items()}
 
 
 def override(plan: Plan, settings: list[str]) -> Plan:

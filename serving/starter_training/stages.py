@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from starter_training.base import build_studio, train_base
+from starter_training.base import build_studio, train_base, train_text
 from starter_training.controlnets import train_controlnet
 from starter_training.data import TrainingImages
 from starter_training.export import export_base, export_controlnet, export_lora, export_rest
 from starter_training.loop import SEED, StageOutcome
 from starter_training.loras import train_lora
 from starter_training.plan import Plan
-from starter_training.text import build_tokenizer, train_text
+from starter_training.text import build_tokenizer
 from starter_training.vae import train_decoder, train_vae
 
 
@@ -28,9 +28,7 @@ def train_all(
     vae, outcomes["vae"] = train_vae(images, plan["vae"], work / "vae.pt")
     outcomes["decoder"] = train_decoder(vae, images, plan["decoder"], work / "decoder.pt")
     studio = build_studio(images, vae, build_tokenizer(images.names))
-    outcomes["text"] = train_text(
-        studio.encoder, studio.head, studio.ids, studio.latents, recipe=plan["text"], checkpoint=work / "text.pt"
-    )
+    outcomes["text"] = train_text(studio, plan["text"], work / "text.pt")
     outcomes["base"] = train_base(studio, plan["base"], work / "base.pt")
     export_base(studio, out)
     for name in ("edges", "colors"):

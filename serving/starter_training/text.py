@@ -9,15 +9,13 @@ image. After that it is frozen, and the denoiser learns to look the patches up.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from starter_training.loop import SEED, Loss, StageOutcome, Trainer
-from starter_training.plan import StageRecipe
+from starter_training.loop import SEED, Loss
 
 VOCABULARY = 1400
 WIDTH = 96
@@ -107,11 +105,3 @@ def build_head() -> nn.ModuleDict:
     """Return the linear maps from a token's state to a patch and to the slot's number."""
     torch.manual_seed(SEED + 5)
     return nn.ModuleDict({"patch": nn.Linear(WIDTH, PATCH), "slot": nn.Linear(WIDTH, SLOTS)})
-
-
-def train_text(
-    encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, latents: Tensor, *, recipe: StageRecipe, checkpoint: Path
-) -> StageOutcome:
-    """Train (or resume training) `encoder` and `head` in place, then freeze them."""
-    both = nn.ModuleDict({"encoder": encoder, "head": head})
-    return Trainer("text", both, recipe, checkpoint).run(spelling_loss(encoder, head, ids, latents, recipe.batch))

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.errors import JobRefused
-from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Samples, Say, TuningSubject
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Samples, Say
 from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, TuningSubject
 
 
 def service(config: Config) -> dict[str, float]:

@@ -17,7 +17,7 @@ from plait_autoconfig.designers.protocols import Designer, MakesDesigner, Servic
 from plait_autoconfig.errors import Exhausted, ObjectiveError, OutsideSpace, TrialFailed
 from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import Objective, at_most, maximise, minimise
+from plait_autoconfig.objective import Goal, Limit, Objective
 from plait_autoconfig.optuna_forms import quiet
 from plait_autoconfig.sampler import DesignerSampler, report
 from plait_autoconfig.space import Space
@@ -42,7 +42,7 @@ CONDITIONAL = Space(
     ("cpu * share <= 2", "batch <= 8 or device != 'cpu'"),
 )
 """A space with one of everything: a conditional knob, constraints, an unordered choice."""
-OBJECTIVE = Objective((maximise("rate_per_s"),), (at_most("p99_ms", 30.0),))
+OBJECTIVE = Objective((Goal("rate_per_s", "max"),), (Limit("p99_ms", "at_most", 30.0),))
 
 
 def service(config: Config) -> TrialOutcome:
@@ -121,7 +121,7 @@ class DesignerConformance:
     def test_it_moves_on_whatever_is_measured(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
         """No cell is repeated where everything fails, in any way, where nothing is feasible, or with two goals."""
         kinds = itertools.cycle(kind for kind in FailureKind if kind is not FailureKind.INVALID)
-        two_goals = Objective((maximise("rate_per_s"), minimise("cost_per_hour")), OBJECTIVE.limits)
+        two_goals = Objective((Goal("rate_per_s", "max"), Goal("cost_per_hour", "min")), OBJECTIVE.limits)
         for objective, measure in (
             (OBJECTIVE, lambda _: TrialOutcome.failed(next(kinds))),
             (OBJECTIVE, lambda _: TrialOutcome.measured(rate_per_s=1.0, p99_ms=99.0)),

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fakes.measurer import service, settings_of
-from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
+from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
 from plait_autoconfig.jobs.plan import RunMeasurement, RunSearch, next_step
 from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.records import JobFacts, Record
 from plait_autoconfig.jobs.reporting import outlook_of, state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
-from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, TuningSubject
 from support.tune_jobs import job, record
 
 SUBJECT = TuningSubject(

@@ -7,17 +7,13 @@ because some need torch or Optuna.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from plait_autoconfig.errors import DesignerError, hint
 
 if TYPE_CHECKING:
-    from plait_autoconfig.designers.protocols import Designer, MakesDesigner, ServiceContext
-    from plait_autoconfig.library import LibraryRun
-    from plait_autoconfig.objective import Objective
-    from plait_autoconfig.space import Space
+    from plait_autoconfig.designers.protocols import MakesDesigner
 
 _MAKERS = {
     "random": "uninformed:RandomDesigner",
@@ -29,7 +25,7 @@ _MAKERS = {
 }
 
 DESIGNERS = tuple(_MAKERS)
-"""The names that `make_designer` accepts."""
+"""The names that `maker_of` accepts."""
 
 
 def maker_of(name: str) -> MakesDesigner:
@@ -43,17 +39,3 @@ def check_name(name: str) -> None:
     """Raise `DesignerError` for an unknown name."""
     if name not in DESIGNERS:
         raise DesignerError(f"there is no designer {name!r}; {hint(name, DESIGNERS)}")
-
-
-def make_designer(
-    name: str,
-    space: Space,
-    objective: Objective,
-    *,
-    seed: int,
-    library: Sequence[LibraryRun] = (),
-    context: ServiceContext | None = None,
-) -> Designer:
-    """Return a fresh search by the designer of this name. `library`: past runs of other services, usable or not
-    (`usable_for`)."""
-    return maker_of(name)(space, objective, seed=seed, library=library, context=context)

@@ -18,7 +18,7 @@ from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Cell, Config, Trial, cells_of
+from plait_autoconfig.values import Config, Trial
 
 MAX_INVALID = 2
 """The number of invalid measurements after which a cell is given up."""
@@ -44,7 +44,7 @@ class CellDesigner(ABC):
         self._open = np.ones(len(self.cells), bool)
         self._invalid: dict[Hashable, int] = {}
         self._pending: set[Hashable] = set()
-        self._trials: list[Trial] = []
+        self.trials: list[Trial] = []  # all that were told, in order
 
     @abstractmethod
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
@@ -58,15 +58,6 @@ class CellDesigner(ABC):
     def features(self) -> NDArray[np.float64]:
         """All cells as numbers, (N, D); see `Space.encode`."""
         return self.space.encode(self.cells)
-
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        """All trials passed to `tell`, in order."""
-        return tuple(self._trials)
-
-    def observed(self) -> tuple[Cell, ...]:
-        """Return the results by cell, repeats averaged, including configurations outside the (sampled) cells."""
-        return cells_of(self._trials)
 
     def pending(self) -> tuple[int, ...]:
         """Return the cells that were asked for and have no trial yet, ascending."""
@@ -99,7 +90,7 @@ class CellDesigner(ABC):
         self.objective.excesses(trial.outcome)
         key = self.space.key(config)
         known = replace(trial, config=config)
-        self._trials.append(known)
+        self.trials.append(known)
         self._pending.discard(key)
         index = self._index.get(key)
         if index is not None:

@@ -24,13 +24,11 @@ from plait_autoconfig.designers.uninformed import SobolDesigner
 from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.surrogate import reading
+from plait_autoconfig.surrogate import pooling
 from plait_autoconfig.surrogate.background import Background, Floats, Indices, margin_background, no_background
-from plait_autoconfig.surrogate.pooling import pool
 from plait_autoconfig.surrogate.posterior import (
     Posterior,
     TrialData,
-    best_known,
     expected_improvement,
     expected_regret,
     infer,
@@ -109,7 +107,7 @@ class PlaitDesigner(SobolDesigner):
         values = self._losses(outcomes, weights)
         if self._costed:
             log_costs = self._log_costs(cells)
-            values = values + reading.log_costs(outcomes) - log_costs[index]  # what is paid for memory stays in
+            values = values + pooling.log_costs(outcomes) - log_costs[index]  # what is paid for memory stays in
         ran = np.isfinite(values)
         noise = self._noise(cells, weights)
         unit = _unit(back.loss, values[ran], noise, first=_COSTED_UNIT if self._costed else 1.0)
@@ -119,15 +117,12 @@ class PlaitDesigner(SobolDesigner):
         loss = self._infer_with_pending(back.loss, data, rng)
         if self._costed:
             loss = replace(loss, means=loss.means + log_costs / unit)
-        margins = TrialData(index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=NOISE)
+        margins = TrialData(index=index, values=pooling.margins(self.objective, outcomes), repeats=repeats, noise=NOISE)
         margin = infer(back.margin, margins, rng)
         kept = index[np.array([self.objective.feasible(each) for each in outcomes], bool)]
-        return Beliefs(
-            loss=loss,
-            unit=unit,
-            feasible=probability_above(margin, 0.0),
-            best=best_known(loss, kept) if kept.size else None,
-        )
+        # Of the means, from which the noise is filtered out: a lucky measurement does not become the value to beat.
+        best = loss.means[:, kept].min(1) if kept.size else None
+        return Beliefs(loss=loss, unit=unit, feasible=probability_above(margin, 0.0), best=best)
 
     def expected_regret(self) -> float:
         """Return how much worse the best known cell is expected to be than the best of all, as a share of its loss.
@@ -170,7 +165,7 @@ class PlaitDesigner(SobolDesigner):
         """Return the log costs of the cells and the unknown cells; those of the latter as measured."""
         known = np.log(self.context.costs)
         measured = {self.space.key(cell.config): cell.outcome for cell in observed}
-        own = reading.log_costs([measured[self.space.key(config)] for config in self._unknown_configs])
+        own = pooling.log_costs([measured[self.space.key(config)] for config in self._unknown_configs])
         return np.asarray(np.concatenate([known, np.where(np.isfinite(own), own, known.max())]) - known.mean())
 
     @cached_property
@@ -179,7 +174,7 @@ class PlaitDesigner(SobolDesigner):
 
     def _seen(self) -> tuple[Indices, tuple[Cell, ...]]:
         """Return what was measured: indices into cells and unknown cells, and the cells themselves."""
-        cells = self.observed()
+        cells = cells_of(self.trials)
         index = []
         for cell in cells:
             known = self.index_of(cell.config)
@@ -203,20 +198,21 @@ class PlaitDesigner(SobolDesigner):
         if not self._past:
             return Pretrained(loss=no_background(features), margin=margin_background(features))
         now = self.context
-        own = reading.features_of(now.workload, now.hardware)
-        past = [reading.features_of(run.workload, run.hardware) for run in self._past]
-        names = reading.context_names(past, own)
-        context = reading.context_row(own, names)
+        own = {**now.workload, **now.hardware.features()}
+        past = [{**run.workload, **run.hardware.features()} for run in self._past]
+        names = pooling.context_names(past, own)
+        context = pooling.context_row(own, names)
         losses, margins = [], []
         for run, then in zip(self._past, past, strict=True):
-            cells, row = cells_of(run.trials), reading.context_row(then, names)
+            cells, row = cells_of(run.trials), pooling.context_row(then, names)
             outcomes = [cell.outcome for cell in cells]
             weight = weight_of(run, versions=now.versions, hardware=now.hardware, at=now.at)
-            losses.append(reading.source_of(self.space, cells, self._losses(outcomes, weights), row, weight))
-            values = reading.margins(self.objective, outcomes)
-            margins.append(reading.source_of(self.space, cells, values, row, weight))
+            losses.append(pooling.source_of(self.space, cells, self._losses(outcomes, weights), row, weight))
+            values = pooling.margins(self.objective, outcomes)
+            margins.append(pooling.source_of(self.space, cells, values, row, weight))
         return Pretrained(
-            loss=pool(losses, features, context, rng), margin=pool(margins, features, context, rng, absolute=True)
+            loss=pooling.pool(losses, features, context, rng),
+            margin=pooling.pool(margins, features, context, rng, absolute=True),
         )
 
     def _goal_weights(self) -> Floats:
@@ -232,7 +228,7 @@ class PlaitDesigner(SobolDesigner):
         scaled by its own spread. NaN for failures."""
         each = [log_losses(goal, outcomes) for goal in self.objective.goals]
         if self._costed:
-            return each[0] - reading.log_costs(outcomes)
+            return each[0] - pooling.log_costs(outcomes)
         if len(each) == 1 or not outcomes:
             return each[0]
         scaled = np.array([_standardised(values) for values in each]) * weights[:, None]
@@ -280,6 +276,10 @@ def _standardised(values: Floats) -> Floats:
     return np.asarray((values - known.mean()) / (known.std() or 1.0))
 
 
+_controller = cache(ThreadpoolController)
+"""Finding the libraries takes milliseconds."""
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Limit numpy, scipy, scikit-learn and torch to one thread in this block, then restore the previous limits."""
@@ -293,9 +293,3 @@ def one_thread() -> Iterator[None]:
     finally:
         if torch is not None:
             torch.set_num_threads(before)
-
-
-@cache
-def _controller() -> ThreadpoolController:
-    """Return the controller; finding the libraries takes milliseconds, so it is cached."""
-    return ThreadpoolController()

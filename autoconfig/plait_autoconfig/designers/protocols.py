@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from plait_autoconfig.values import Config, Hardware, Trial, WorkloadFeatures
+from plait_autoconfig.values import Config, Trial, TuningSubject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceContext:
+class ServiceContext(TuningSubject):
     """What is known about the service before its first trial."""
 
-    service: str = ""
-    workload: WorkloadFeatures = field(default_factory=dict)
-    hardware: Hardware = field(default_factory=Hardware)
-    versions: Mapping[str, str] = field(default_factory=dict)
     at: str = ""
     """The date (ISO 8601); if empty, the age of library runs is ignored."""
-    costs: tuple[float, ...] = ()
-    """What each of `Space.cells()` costs per hour, as far as that is known before it runs (what it reserves); empty
-    if unknown. Only the ratios matter; if given, trials should measure `cost_per_hour`."""
 
 
 class Designer(Protocol):
@@ -50,4 +43,5 @@ class Designer(Protocol):
 
 
 MakesDesigner: TypeAlias = Callable[..., Designer]
-"""The constructor of a designer, with the arguments of `designers.make_designer` but for the name."""
+"""The constructor of a designer: of space and objective, `seed`, `library` (past runs of other services, usable or not)
+and `context`, as `CellDesigner` has them."""

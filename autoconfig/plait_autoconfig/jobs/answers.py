@@ -6,7 +6,7 @@ measurements of it and of the reference, because the best of many trials is part
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from plait_autoconfig.jobs.plan import candidates_of, verdict_on
@@ -16,7 +16,7 @@ from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, PromisedRate, Recommendation
 from plait_autoconfig.jobs.uncertainty import Noise
 from plait_autoconfig.objective import GOODPUT_PER_S, Goal
-from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, cells_of, config_key
+from plait_autoconfig.values import Cell, Config, TrialOutcome, Value, cells_of, config_key
 
 _OPEN = 0.8  # less sure than this, the answer says that more could be found out
 
@@ -38,10 +38,7 @@ def recommendations(spec: JobSpec, records: Sequence[Record]) -> tuple[Recommend
         again = {config_key(cell.config) for cell in cells_of(fresh)}
         trials = fresh if {chosen[0], own} <= again else trials_of(records)
     cells = {config_key(cell.config): cell for cell in cells_of(trials)}
-    return tuple(
-        _recommendation(spec, records, cells[key], cells.get(own), trials, confirmed=trials is fresh, sure=sure)
-        for key in chosen
-    )
+    return tuple(_recommendation(spec, records, cells, key, confirmed=trials is fresh, sure=sure) for key in chosen)
 
 
 def gain_of(goal: Goal, metrics: Mapping[str, float], reference: Mapping[str, float]) -> float | None:
@@ -55,25 +52,26 @@ def gain_of(goal: Goal, metrics: Mapping[str, float], reference: Mapping[str, fl
 def _recommendation(
     spec: JobSpec,
     records: Sequence[Record],
-    cell: Cell,
-    reference: Cell | None,
-    trials: Sequence[Trial],
+    cells: Mapping[Hashable, Cell],
+    key: Hashable,
     *,
     confirmed: bool,
     sure: float,
 ) -> Recommendation:
-    measured = [(trial.config, trial.outcome) for trial in trials]
+    """Return the cell with this key as an answer. `cells`: all that were measured, by key."""
+    cell, reference = cells[key], cells.get(config_key(spec.default))
+    measured = [(trial.config, trial.outcome) for each in cells.values() for trial in each.trials]
     gain: dict[str, Interval] = {}
     chances: list[float | None] = []
     for goal in spec.goal.goals if reference is not None else ():
-        ours, theirs = _values(goal.metric, cell), _values(goal.metric, reference)
+        ours, theirs = values_of(goal.metric, cell), values_of(goal.metric, reference)
         if not ours or not theirs or min(*ours, *theirs) <= 0.0:
             continue
         over, under = (ours, theirs) if goal.direction == "max" else (theirs, ours)
         noise = Noise.of(goal.metric, measured, seed=spec.seed)
         gain[goal.metric] = noise.ratio(over, under)
         chances.append(noise.chance_above(over, under))
-    is_reference = config_key(cell.config) == config_key(spec.default)
+    is_reference = key == config_key(spec.default)
     chance = chances[0] if len(chances) == 1 and not is_reference else None
     made = Recommendation(
         config=cell.config,
@@ -101,10 +99,11 @@ def _capacity(spec: JobSpec, measured: Sequence[tuple[Config, TrialOutcome]], ce
     """Return the rate per second that the configuration answers in time; None unless the job searched for it."""
     if not spec.is_capacity_search or not all(each.failure or GOODPUT_PER_S in each.metrics for _, each in measured):
         return None
-    return Noise.of(GOODPUT_PER_S, measured, seed=spec.seed).mean(_values(GOODPUT_PER_S, cell))
+    return Noise.of(GOODPUT_PER_S, measured, seed=spec.seed).mean(values_of(GOODPUT_PER_S, cell))
 
 
-def _values(metric: str, cell: Cell | None) -> list[float]:
+def values_of(metric: str, cell: Cell | None) -> list[float]:
+    """Return the metric in each trial of the cell that ran."""
     trials = cell.trials if cell is not None else ()
     return [trial.outcome.metrics[metric] for trial in trials if trial.outcome.failure is None]
 

@@ -15,18 +15,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from plait_autoconfig.designers import make_designer, maker_of
+from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
-from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource, TuningSubject
+from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
 from plait_autoconfig.jobs.presence import LEASE_S
@@ -39,7 +39,7 @@ from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.objective import GOODPUT_PER_S
 from plait_autoconfig.trial_load import expected_rate
-from plait_autoconfig.values import Config, cells_of, config_key, pooled
+from plait_autoconfig.values import Config, TuningSubject, cells_of, config_key, pooled
 
 MAX_LOST = 2
 """The number of worker deaths that a configuration may cause; after one more it is itself taken to be the reason."""
@@ -171,21 +171,13 @@ class _JobWorker:
         self._store.warn(warnings)
         for sentence in warnings:
             self._say("note", sentence)
-        context = ServiceContext(
-            service=subject.service or self._spec.name,
-            workload=subject.workload,
-            hardware=subject.hardware,
-            versions=subject.versions,
-            at=began_at(records),
-            costs=subject.costs,
-        )
-        designer = make_designer(
-            self._spec.designer.name,
+        known = {each.name: getattr(subject, each.name) for each in fields(subject)}
+        designer = maker_of(self._spec.designer.name)(
             self._spec.space,
             self._spec.goal,
             seed=self._spec.seed,
             library=library,
-            context=context,
+            context=ServiceContext(**known, at=began_at(records)),
         )
         return Proposals(designer, self._spec)
 

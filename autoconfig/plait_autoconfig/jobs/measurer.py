@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from plait_autoconfig.values import Config, Hardware, TrialOutcome, WorkloadFeatures
+from plait_autoconfig.values import Config, TrialOutcome, TuningSubject
 
 if TYPE_CHECKING:
     from plait_autoconfig.jobs.spec import JobSpec
@@ -81,18 +81,6 @@ class Measured:
     restarted: tuple[str, ...] = ()
     artefacts: tuple[str, ...] = ()
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuningSubject:
-    """The tuned application, as the library remembers it and designers compare it."""
-
-    service: str = ""
-    workload: WorkloadFeatures = field(default_factory=dict)
-    hardware: Hardware = field(default_factory=Hardware)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    costs: tuple[float, ...] = ()
-    """What each cell of the job's space costs per hour, as far as that is known beforehand (`ServiceContext.costs`)."""
 
 
 class Measurer(Protocol):

@@ -8,12 +8,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from plait_autoconfig.errors import JobRefused, LibraryError, OutsideSpace
-from plait_autoconfig.jobs.measurer import TuningSubject
 from plait_autoconfig.jobs.records import Record, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.library import LibraryRun, usable_for, usable_runs
 from plait_autoconfig.rows import starter_runs
-from plait_autoconfig.values import Config, Value
+from plait_autoconfig.values import Config, TuningSubject, Value
 
 
 def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRun, ...], tuple[str, ...]]:

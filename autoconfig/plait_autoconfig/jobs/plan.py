@@ -153,13 +153,8 @@ def _first_reference(spec: JobSpec, active: Sequence[Record]) -> Step | None:
 
 
 def _is_reference_due(spec: JobSpec, active: Sequence[Record]) -> bool:
-    since = 0
-    for record in active:
-        if record.kind is MeasurementKind.REFERENCE:
-            since = 0
-        elif record.kind is MeasurementKind.TRIAL:
-            since += 1
-    return 0 < spec.reference.every <= since
+    since = itertools.takewhile(lambda each: each.kind is not MeasurementKind.REFERENCE, reversed(active))
+    return 0 < spec.reference.every <= sum(each.kind is MeasurementKind.TRIAL for each in since)
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------
@@ -280,9 +275,11 @@ def _checking(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step
         return None
     candidates = candidates_of(active)
     leader = verdict_on(spec, candidates)[0].leader
-    due = None if leader is None else next_check(spec, active, candidates[leader].config)
+    if leader is None:
+        return None
+    due = next_check(spec, active, candidates[leader].config)
     checks = [record for record in active if record.kind is MeasurementKind.CHECK]
     spoiled = sum(not record.valid for record in checks)
     if due is None or spoiled > _MAX_INVALID or (outlook.left_s is not None and outlook.left_s <= 0.0):
         return None
-    return RunMeasurement(MeasurementKind.CHECK, *due)
+    return RunMeasurement(MeasurementKind.CHECK, candidates[leader].config, due)

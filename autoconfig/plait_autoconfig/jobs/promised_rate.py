@@ -8,6 +8,7 @@ held in so many runs in a row is the promise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -51,13 +52,12 @@ def is_wanted(spec: JobSpec) -> bool:
     return spec.is_capacity_search and len(spec.goal.goals) == 1 and spec.confirm.best > 0
 
 
-def next_check(spec: JobSpec, records: Sequence[Record], leader: Config) -> tuple[Config, float] | None:
-    """Return what is recommended and the rate to offer it, at first what it reached afresh; None when that is over."""
+def next_check(spec: JobSpec, records: Sequence[Record], leader: Config) -> float | None:
+    """Return the rate to offer what is recommended, at first what it reached afresh; None when that is over."""
     again = [each.raw for each in records if each.kind is MeasurementKind.CONFIRM and each.key == config_key(leader)]
     known = pooled(each for each in again if each is not None)
     reached = 0.0 if known is None else known.metrics.get(GOODPUT_PER_S, 0.0)
-    rate = next_rate(reached, _checks(spec, records, config_key(leader))) if reached > 0.0 else None
-    return None if rate is None else (leader, rate)
+    return next_rate(reached, _checks(spec, records, config_key(leader))) if reached > 0.0 else None
 
 
 def held_rate(spec: JobSpec, records: Sequence[Record], config: Config) -> PromisedRate | None:
@@ -90,9 +90,5 @@ def holds(spec: JobSpec, record: Record) -> bool:
 
 def _in_a_row(checks: Sequence[CheckedRate]) -> int:
     """Return how often the last rate was held since it was missed, 0 if the last run missed it."""
-    count = 0
-    for check in reversed(checks):
-        if not check.held or check.rate_per_s != checks[-1].rate_per_s:
-            break
-        count += 1
-    return count
+    last = itertools.takewhile(lambda each: each.held and each.rate_per_s == checks[-1].rate_per_s, reversed(checks))
+    return len(list(last))

@@ -28,10 +28,12 @@ class Proposals:
             if record.number in self._reported or record.status == "running" or not record.kind.compares:
                 continue
             self._reported.add(record.number)
-            if record.status == "lost":
-                self._give_back(record)
-            else:
-                self._tell(record)
+            config, trial = self._asked.pop(record.key, None), record.trial()
+            if trial is not None:
+                with contextlib.suppress(OutsideSpace):  # the reference may lie outside: it says nothing about any cell
+                    self._designer.tell(trial)
+            elif config is not None:
+                self._designer.drop(config)
 
     def next(self, records: Sequence[Record]) -> Config | None:
         """Return a configuration that nobody has measured or is measuring; None to end the search (then see
@@ -66,19 +68,6 @@ class Proposals:
         regret = self._designer.expected_regret()
         said = f"the designer expects no more than {100.0 * regret:.2g} % to be left to gain"
         return said if regret < stop.expected_gain else ""
-
-    def _tell(self, record: Record) -> None:
-        self._asked.pop(record.key, None)
-        trial = record.trial()
-        if trial is None:
-            return
-        with contextlib.suppress(OutsideSpace):  # the reference may lie outside: it says nothing about any cell
-            self._designer.tell(trial)
-
-    def _give_back(self, record: Record) -> None:
-        config = self._asked.pop(record.key, None)
-        if config is not None:
-            self._designer.drop(config)
 
 
 def _takes(record: Record) -> bool:

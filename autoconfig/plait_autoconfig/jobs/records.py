@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, TuningSubject
-from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome, config_key
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
+from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome, TuningSubject, config_key
 
 Status: TypeAlias = Literal["running", "finished", "lost"]
 
@@ -113,14 +114,13 @@ class JobFacts:
 
 def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
     """Return the finished records as trials (warm-ups and checks left out), with `repeat` counted per configuration."""
-    seen: dict[Hashable, int] = {}
+    seen: Counter[Hashable] = Counter()
     trials = []
     for record in records:
         trial = record.trial() if record.kind.compares else None
         if trial is not None:
-            repeat = seen.get(record.key, 0)
-            seen[record.key] = repeat + 1
-            trials.append(replace(trial, repeat=repeat))
+            trials.append(replace(trial, repeat=seen[record.key]))
+            seen[record.key] += 1
     return tuple(trials)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from plait_autoconfig.jobs.answers import gain_of, recommendations
+from plait_autoconfig.jobs.answers import gain_of, recommendations, values_of
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
 from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over, why_stalled
@@ -154,9 +154,7 @@ def _best(spec: JobSpec, records: Sequence[Record], cell: Cell, reference: Cell 
     # As measured: their scatter includes drift, so intervals are rather too wide.
     measured = [(record.config, record.raw) for record in records if record.kind.compares]
     goals = {
-        goal.metric: Noise.of(goal.metric, measured, seed=spec.seed).mean(
-            [trial.outcome.metrics[goal.metric] for trial in cell.trials if trial.outcome.failure is None]
-        )
+        goal.metric: Noise.of(goal.metric, measured, seed=spec.seed).mean(values_of(goal.metric, cell))
         for goal in spec.goal.goals
     }
     known = {} if reference is None else reference.outcome.metrics

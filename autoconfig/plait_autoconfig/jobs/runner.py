@@ -21,9 +21,9 @@ from pydantic_core import from_json, to_json
 from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
-from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, MeasurerSource, Say, TuningSubject
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, MeasurerSource, Say
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, FailureKind, TrialOutcome
+from plait_autoconfig.values import Config, FailureKind, TrialOutcome, TuningSubject
 
 _TICK_S = 0.2
 _TAIL_BYTES = 4000
@@ -217,7 +217,7 @@ def _ends_within(pid: int, limit_s: float) -> bool:
     return True
 
 
-def last_lines(log: Path, start: int, *, count: int = 3) -> str:
+def last_lines(log: Path, start: int) -> str:
     """Return the last lines written to the log since `start` (bytes)."""
     try:
         with log.open("rb") as file:
@@ -225,7 +225,7 @@ def last_lines(log: Path, start: int, *, count: int = 3) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-count:])
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-3:])
 
 
 def _size(path: Path) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
+from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
 from plait_autoconfig.jobs.records import Status
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, TrialOutcome
+from plait_autoconfig.values import Config, TrialOutcome, TuningSubject
 
 Phase: TypeAlias = Literal["searching", "confirming", "waiting", "finished", "failed", "cancelled"]
 """`waiting`: work is left, and nobody does it: the job was not begun yet, or its worker was stopped or killed."""

@@ -179,7 +179,8 @@ class JobStore:
             return _facts(db)
 
     def note(self, **changes: Any) -> None:
-        """Change fields of `JobFacts`."""
+        """Change fields of `JobFacts`. `cancelled` asks all workers to end: running measurements are abandoned, and a
+        live service is restored."""
         with _transaction(self.folder, write=True) as db:
             _write_facts(db, replace(_facts(db), **changes))
 
@@ -188,10 +189,6 @@ class JobStore:
         with _transaction(self.folder, write=True) as db:
             facts = _facts(db)
             _write_facts(db, replace(facts, warnings=tuple(dict.fromkeys((*facts.warnings, *sentences)))))
-
-    def cancel(self) -> None:
-        """Ask all workers to end; running measurements are abandoned, and a live service is restored."""
-        self.note(cancelled=True)
 
 
 def holds_job(folder: Path) -> bool:

@@ -21,10 +21,10 @@ from pydantic_core import to_jsonable_python
 from sqlalchemy.exc import SQLAlchemyError
 
 from plait_autoconfig.errors import JobBroken, OutsideSpace
-from plait_autoconfig.jobs.measurer import TuningSubject
 from plait_autoconfig.jobs.records import JobFacts, Record
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.optuna_forms import quiet
+from plait_autoconfig.values import TuningSubject
 
 _CLAIM, _END = "plait:claim", "plait:end"
 _SUBJECT, _WARNINGS, _EXHAUSTED = "plait:subject", "plait:warnings", "plait:exhausted"

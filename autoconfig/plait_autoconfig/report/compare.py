@@ -132,19 +132,16 @@ def comparison_text(found: JobsCompared) -> str:
 def _rows(findings: Sequence[Finding]) -> list[tuple[str, list[str]]]:
     metrics = dict.fromkeys(name for each in findings for name in each.metrics)
     knobs = dict.fromkeys(name for each in findings for name in each.config or {})
+    goals = dict.fromkeys(name for each in findings for name in each.gain)
     return [
         ("result", [each.headline for each in findings]),
         ("designer", [f"{each.designer}, seed {each.seed}" for each in findings]),
         ("tried", [f"{each.tried} in {duration_text(each.used_s)}" for each in findings]),
         ("how sure", [_how_sure(each) for each in findings]),
-        *((f"gain {name}", [_gain_text(each.gain.get(name)) for each in findings]) for name in _goals(findings)),
+        *((f"gain {name}", [_gain_text(each.gain.get(name)) for each in findings]) for name in goals),
         *((name, [number(each.metrics.get(name)) for each in findings]) for name in metrics),
         *((name, [_value(each.config, name) for each in findings]) for name in knobs),
     ]
-
-
-def _goals(findings: Sequence[Finding]) -> dict[str, None]:
-    return dict.fromkeys(name for each in findings for name in each.gain)
 
 
 def _how_sure(each: Finding) -> str:

@@ -22,7 +22,6 @@ from plait_autoconfig.report.formatting import (
     value_text,
     with_unit,
 )
-from plait_autoconfig.report.importance import FEWEST_CELLS, knob_importance
 from plait_autoconfig.values import Value
 from plait_report.charts import NARROW, WIDE, figure
 from plait_report.page import details, section
@@ -94,10 +93,10 @@ def drift(state: JobState) -> str:
 def importance(state: JobState) -> str:
     """Return how much each knob mattered."""
     cells = figures.cells(state)
-    shares = knob_importance(state.spec.space, state.spec.goal, cells)
+    shares = figures.knob_importance(state.spec.space, state.spec.goal, cells)
     if not shares:
-        why = f"{len(cells)} configurations were measured; of fewer than {FEWEST_CELLS} nothing can be said."
-        if len(cells) >= FEWEST_CELLS:
+        why = f"{len(cells)} configurations were measured; of fewer than {figures.FEWEST_CELLS} nothing can be said."
+        if len(cells) >= figures.FEWEST_CELLS:
             why = "Nothing can be said: all configurations did equally well."
         return section("Which knobs mattered", why)
     rows = "".join(

@@ -11,13 +11,15 @@ Symbols: N cells, D features of a cell, S sources, n trials of a source, F featu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
+from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, Limit, Objective
+from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate.background import (
     FREE_OFFSET_SD,
     MARGIN_OFFSET_SD,
@@ -28,6 +30,7 @@ from plait_autoconfig.surrogate.background import (
     usual_scales,
 )
 from plait_autoconfig.surrogate.posterior import SIZE, Hypotheses, TrialData, log_evidence, matern_between
+from plait_autoconfig.values import Cell, TrialOutcome
 
 _TREES, _LEAF = 60, 2
 _MAX_ROWS = 6_000  # that a forest learns from
@@ -188,3 +191,49 @@ def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random
 
     best = Hypotheses.drawn(evidence, usual, SIZE, rng).refined(rng).theta[0]
     return Scales(center=best, spread=0.5)
+
+
+# ---- from trials to numbers ----------------------------------------------------------------------------------------
+
+
+def context_names(past: Sequence[Mapping[str, float]], own: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the features that this service and all past ones have, and that differ somewhere."""
+    names = sorted(name for name in own if all(name in each for each in past))
+    return tuple(name for name in names if len({each[name] for each in past} | {own[name]}) > 1)
+
+
+def context_row(features: Mapping[str, float], names: Sequence[str]) -> Floats:
+    """Return the named features (F,)."""
+    return np.array([features[name] for name in names], np.float64)
+
+
+def log_costs(outcomes: Sequence[TrialOutcome]) -> Floats:
+    """Return the logarithms of the hourly cost of the outcomes; NaN where it was not measured."""
+    costs = np.array([each.metrics.get(COST_PER_HOUR, np.nan) for each in outcomes], np.float64)
+    return np.log(np.where(costs > 0.0, costs, np.nan))
+
+
+def margins(objective: Objective, outcomes: Sequence[TrialOutcome]) -> Floats:
+    """Return how far inside all limits each outcome is, from -1 (failed, or half beyond one) to 1 (half is left)."""
+    return np.array(
+        [
+            -1.0 if each.failure is not None else min((_margin(limit, each) for limit in objective.limits), default=1.0)
+            for each in outcomes
+        ],
+        np.float64,
+    )
+
+
+def _margin(limit: Limit, outcome: TrialOutcome) -> float:
+    if limit.metric == ATTAINMENT and limit.bound == "at_least" and 0.0 < limit.value < 1.0:
+        # It is what is missing that tells configurations apart: 0.97 is three times too bad for 0.99, and not 2 %.
+        missed, allowed = 1.0 - outcome.metrics[ATTAINMENT], 1.0 - limit.value
+        return (allowed - missed) / (allowed + missed)
+    return float(np.clip(-2.0 * limit.excess(outcome.metrics), -1.0, 1.0))
+
+
+def source_of(space: Space, cells: Sequence[Cell], values: Floats, context: Floats, weight: float) -> PastSource:
+    """Return the cells of a past service for `pool`; those with NaN are left out."""
+    known = np.isfinite(values)
+    features = space.encode([cell.config for cell, keep in zip(cells, known, strict=True) if keep])
+    return PastSource(features=features, values=values[known], context=context, weight=weight)

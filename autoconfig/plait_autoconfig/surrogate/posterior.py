@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 from scipy.linalg import solve_triangular
-from scipy.special import ndtr
+from scipy.special import ndtr, softmax
 
 from plait_autoconfig.surrogate.background import Background, Floats, Indices, Scales
 
@@ -71,11 +71,11 @@ def infer(background: Background, data: TrialData, rng: np.random.Generator) -> 
     halves = [(True, background.trust, background.scales), (False, 1.0 - background.trust, background.cold)]
     halves = [each for each in halves if each[1] > 0.0]
     firsts = [Hypotheses.drawn(partial(parts.log_evidence, half), prior, size, rng) for half, _, prior in halves]
-    shares = _softmax(np.array([each.mean_evidence() for each in firsts]) + np.log([odds for _, odds, _ in halves]))
+    shares = softmax(np.array([each.mean_evidence() for each in firsts]) + np.log([odds for _, odds, _ in halves]))
     likely = [at for at, share in enumerate(shares) if share > _LOST]
     kept = [firsts[at].refined(rng) for at in likely]
     pairs = [parts.predict(halves[at][0], theta) for at, each in zip(likely, kept, strict=True) for theta in each.theta]
-    weights = np.concatenate([shares[at] * _softmax(each.fit) for at, each in zip(likely, kept, strict=True)])
+    weights = np.concatenate([shares[at] * softmax(each.fit) for at, each in zip(likely, kept, strict=True)])
     return Posterior(
         weights=weights / weights.sum(),
         means=np.array([mean for mean, _ in pairs]),
@@ -199,11 +199,6 @@ class _CovarianceParts:
         return matrix
 
 
-def _softmax(logs: Floats) -> Floats:
-    shares = np.exp(logs - logs.max())
-    return np.asarray(shares / shares.sum())
-
-
 def expected_improvement(posterior: Posterior, best: Floats) -> Floats:
     """Return how much lower than the best known value each cell is expected to be (N,), over all hypotheses.
 
@@ -213,14 +208,6 @@ def expected_improvement(posterior: Posterior, best: Floats) -> Floats:
     z = gap / posterior.sds
     density = np.exp(-0.5 * z**2) / np.sqrt(2.0 * np.pi)
     return np.asarray(posterior.weights @ np.maximum(gap * ndtr(z) + posterior.sds * density, 0.0))
-
-
-def best_known(posterior: Posterior, feasible: Indices) -> Floats:
-    """Return the lowest posterior mean among the `feasible` cells (at least one), by hypothesis (K,).
-
-    The noise is filtered out: a lucky measurement does not become the value to beat.
-    """
-    return np.asarray(posterior.means[:, feasible].min(1))
 
 
 def probability_above(posterior: Posterior, threshold: float) -> Floats:

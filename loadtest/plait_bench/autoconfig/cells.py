@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import max_goodput_per_cost
+from plait_autoconfig.objective import parse_objective
 from plait_autoconfig.rows import run_line, trial_line
 from plait_autoconfig.space import Space
 from plait_autoconfig.store import read_library
@@ -31,7 +31,7 @@ from plait_bench.autoconfig.services import ENGINE, RANK, MeasureCell
 from plait_bench.benchmark import Say, cores
 from plait_bench.host import host_facts
 
-OBJECTIVE = max_goodput_per_cost()
+OBJECTIVE = parse_objective("max goodput_per_cost")
 
 _SETS: Mapping[str, Mapping[str, str]] = {
     "images": {

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from plait_autoconfig.confidence import next_runs, verdict
-from plait_autoconfig.designers import make_designer
+from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.plait_designer import PlaitDesigner, Pretrained
 from plait_autoconfig.designers.protocols import Designer
 from plait_autoconfig.errors import Exhausted
@@ -138,7 +138,7 @@ class Searching(Workload):
         service = task.service
         given: dict[str, Any] = {"seed": seed, "library": task.library, "context": service.context}
         if system != OURS:
-            return make_designer(system, service.space, service.objective, **given)
+            return maker_of(system)(service.space, service.objective, **given)
         if task.name not in self._learned:
             self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
         return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])

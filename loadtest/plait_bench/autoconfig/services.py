@@ -30,7 +30,7 @@ from plait_autoconfig.confidence import log_losses
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import Objective, maximise, parse_objective
+from plait_autoconfig.objective import Goal, Objective, parse_objective
 from plait_autoconfig.rows import starter_runs
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of
@@ -191,7 +191,7 @@ def _falcon_service(path: Path) -> Service:
         raise BenchError(f"{path} does not have each of the {len(cells)} configurations once")
     return Service(
         space=_FALCON,
-        objective=Objective((maximise(_METRIC),)),
+        objective=Objective((Goal(_METRIC, "max"),)),
         truth=tuple(found[cell] for cell in cells),
         context=ServiceContext(service=path.stem.removeprefix("reg-")),
     )

@@ -22,7 +22,7 @@ import numpy as np
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import GOODPUT_PER_COST, Objective, maximise
+from plait_autoconfig.objective import GOODPUT_PER_COST, Goal, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 from plait_bench.autoconfig.services import Service, Suite, leave_one_out
@@ -49,7 +49,7 @@ SPACE = Space(
     ),
     ("threads * replicas <= 16",),
 )
-OBJECTIVE = Objective((maximise(GOODPUT_PER_COST),))
+OBJECTIVE = Objective((Goal(GOODPUT_PER_COST, "max"),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,18 +4,49 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import numpy as np
-
-from plait_loadtest.distributions import Floats, cumulative
-from plait_loadtest.mix.chunks import CHUNK, Chunks
-from plait_loadtest.mix.images import ImageRequests
+from plait_loadtest.distributions import Floats
+from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
+from plait_loadtest.mix.images import ImageRequests, read_file
 from plait_loadtest.mix.infer import InferRequests
-from plait_loadtest.mix.raw import RawRequests
-from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, Scenario
+from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, RawClass, Scenario
 from plait_loadtest.seeds import Numbered, Stream
 from plait_loadtest.values import Mix, PreparedRequest
 
 __all__ = ["RequestMix"]
+
+_MARK = "{index}"
+
+
+class RawRequests:
+    """Builds the requests of one class of arbitrary ones: method, path and body as written, but `{index}` becomes the
+    request's number. One without it is the same object each time."""
+
+    def __init__(self, spec: RawClass, target: LoadTarget) -> None:
+        self._method = spec.method
+        self._path = (spec.path or target.path or "/").split(_MARK)
+        body = read_file("body_file", spec.body_file) if spec.body_file else spec.body.encode()
+        self._body = body.split(_MARK.encode())
+        more = tuple((name.lower(), value) for name, value in spec.headers.items())
+        self._headers = ((("content-type", spec.content_type),) if self._body != [b""] else ()) + more
+        self._constant = self._prepare(0) if len(self._path) == len(self._body) == 1 else None
+
+    def build(self, index: int) -> PreparedRequest:
+        """Return the request with its number filled in."""
+        return self._constant or self._prepare(index)
+
+    def _prepare(self, index: int) -> PreparedRequest:
+        number = str(index)
+        return PreparedRequest(
+            method=self._method,
+            path=number.join(self._path),
+            headers=self._headers,
+            body=number.encode().join(self._body),
+        )
+
+    def asked(self, index: int) -> int:  # noqa: ARG002
+        """Return 0: what an answer should hold is the scenario's to say (`target.check`)."""
+        return 0
+
 
 ClassRequests: TypeAlias = ImageRequests | InferRequests | RawRequests
 
@@ -26,7 +57,7 @@ class RequestMix(Mix):
 
     def __init__(self, scenario: Scenario) -> None:
         self._names = tuple(spec.name for spec in scenario.mix)
-        self._sums = cumulative([spec.weight for spec in scenario.mix])
+        self._kind = WeightedChoice(dict(enumerate(spec.weight for spec in scenario.mix)))
         self._kinds = Chunks(Numbered(scenario.seed, Stream.MIX), 1, self._draw_kinds)
         self._requests = [
             _requests(spec, scenario.target, scenario.seed, position) for position, spec in enumerate(scenario.mix)
@@ -50,7 +81,7 @@ class RequestMix(Mix):
         return self._requests[self.kind(index)].asked(index)
 
     def _draw_kinds(self, uniforms: Floats) -> list[int]:
-        return [int(kind) for kind in np.searchsorted(self._sums, uniforms[:, 0], side="right").tolist()]
+        return self._kind.pick(uniforms[:, 0])
 
 
 def _requests(spec: MixClass, target: LoadTarget, seed: int, position: int) -> ClassRequests:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,23 +23,15 @@ class Chunks(Generic[Drawn]):
     """`draw(uniforms)` of each chunk, computed on first access; uniforms are float64 (CHUNK, columns) in [0, 1)."""
 
     def __init__(self, numbered: Numbered, columns: int, draw: Callable[[Floats], Drawn]) -> None:
-        self._numbered = numbered
-        self._columns = columns
-        self._draw = draw
-        self._kept: OrderedDict[int, Drawn] = OrderedDict()
+        self._given = numbered, columns, draw
+        self._drawn = lru_cache(_KEPT)(lambda chunk: draw(numbered.piece(chunk).random((CHUNK, columns))))
 
-    def __getstate__(self) -> dict[str, object]:
-        """Return the state without the draws: another process draws them again."""
-        return self.__dict__ | {"_kept": OrderedDict()}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the draws out: another process draws them again."""
+        return Chunks, self._given
 
     def __getitem__(self, chunk: int) -> Drawn:
-        drawn = self._kept.get(chunk)
-        if drawn is None:
-            drawn = self._draw(self._numbered.piece(chunk).random((CHUNK, self._columns)))
-            self._kept[chunk] = drawn
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return drawn
+        return self._drawn(chunk)
 
 
 class WeightedChoice(Generic[Drawn]):

@@ -225,13 +225,15 @@ class EditFields:
 
 def read_images(field: str, paths: Sequence[Path]) -> list[str]:
     """Return files as base64. Raises `ScenarioError` that names the field."""
-    found = []
-    for path in paths:
-        try:
-            found.append(_text(path.read_bytes()))
-        except OSError as error:
-            raise ScenarioError(f"{field}: {path} cannot be read: {error.strerror}") from error
-    return found
+    return [_text(read_file(field, path)) for path in paths]
+
+
+def read_file(field: str, path: Path) -> bytes:
+    """Return what a file holds. Raises `ScenarioError` that names the field."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ScenarioError(f"{field}: {path} cannot be read: {error.strerror}") from error
 
 
 def _text(content: bytes) -> str:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.report import parts, raw
+from plait_loadtest.report import parts
 from plait_loadtest.report.document import document, rounded
+from plait_loadtest.values import RECORD, Records, RequestOutcome
 
 if TYPE_CHECKING:
     from plait_loadtest.capacity import Capacity
     from plait_loadtest.session import FinishedRun
 
-_FORMATS = {"raw": raw.SUFFIXES, "save": (".npz",)}
+_FORMATS = {"raw": (".csv", ".jsonl", ".npz"), "save": (".npz",)}
+COLUMNS = tuple({"kind": "class"}.get(name, name) for name in RECORD.names or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,7 @@ class Outputs:
             case "json":
                 path.write_text(_text(found), encoding="utf-8")
             case "raw":
-                raw.write(path, session)
+                write_rows(path, session)
             case "save":
                 parts.write(path, session)
             case "html":
@@ -123,3 +130,33 @@ def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, 
     if capacity is not None:
         found["capacity"] = json.loads(json.dumps(asdict(capacity)), parse_float=lambda text: rounded(float(text)))
     return found
+
+
+def write_rows(path: Path, session: FinishedRun) -> None:
+    """Write one row per request, as CSV, JSON lines or NPZ by the file's suffix. Warm-up included, flagged by a column.
+
+    Columns are those of `values.RECORD` with class, outcome and why in words; times stay integer nanoseconds since the
+    start of the run, -1 for an instant that never came, so that nothing is lost: latency is `done_ns - scheduled_ns`.
+    """
+    records, whys = session.result.records, session.result.whys
+    classes = [item.name for item in session.scenario.mix]
+    if path.suffix == ".npz":
+        with path.open("wb") as file:
+            np.savez_compressed(file, records=records, classes=np.array(classes), whys=np.array(whys))
+        return
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if path.suffix == ".csv":
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows(row.values() for row in _rows(records, classes, whys))
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in _rows(records, classes, whys))
+
+
+def _rows(records: Records, classes: Sequence[str], whys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    names = {outcome.value: outcome.name.lower() for outcome in RequestOutcome}
+    for values in records.tolist():
+        row = dict(zip(COLUMNS, values, strict=True))
+        row["class"], row["outcome"], row["why"] = classes[row["class"]], names[row["outcome"]], whys[row["why"]]
+        row["server_ms"] = None if math.isnan(row["server_ms"]) else round(row["server_ms"], 3)
+        yield row

@@ -49,8 +49,8 @@ def run(
     *,
     host: HostPart = WHOLE,
     start_unix_s: float | None = None,
-    on_progress: OnProgress | None = None,
-    stop_when: StopWhen | None = None,
+    on_progress: OnProgress = lambda _: None,
+    stop_when: StopWhen = lambda _: None,
 ) -> RunResult:
     """Run a host's part of the plan and return its records, in order of index; all requests of the part are among them.
     It starts as soon as it can, or at `start_unix_s`; what is not ready by then is a problem.
@@ -70,7 +70,7 @@ def run(
         with ended_by_signal(crew.stop):
             while crew.is_preparing:
                 crew.wait(_LOOK_S)
-                if on_progress is not None and crew.is_preparing:
+                if crew.is_preparing:
                     on_progress(crew.progress(planned, time.perf_counter_ns() + _HEAD_START_NS))
             echo.wait_ready()
             crew.await_start(start_unix_s)
@@ -79,13 +79,11 @@ def run(
             echo.start(start_ns)
             while not crew.wait(_LOOK_S):
                 progress = crew.progress(planned, start_ns)
-                if on_progress is not None:
-                    on_progress(progress)
-                if stop_when is not None and not crew.is_stopped and (why := stop_when(progress)):
+                on_progress(progress)
+                if not crew.is_stopped and (why := stop_when(progress)):
                     crew.abandon(why)
             wall_s = max(0.0, (time.perf_counter_ns() - start_ns) / 1e9)
-            if on_progress is not None:
-                on_progress(crew.progress(planned, start_ns))
+            on_progress(crew.progress(planned, start_ns))
             seen = echo.stop()
         records, whys = crew.records(plan, scenario)
         return RunResult(

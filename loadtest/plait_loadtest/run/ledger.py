@@ -112,11 +112,8 @@ class Ledger:
     def _grow(self, by: int) -> None:
         self._size += by
         self._outcome.extend([RequestOutcome.INTERRUPTED] * by)
-        self._status.extend([0] * by)
         for times in (self._sent_ns, self._first_byte_ns, self._first_part_ns, self._done_ns):
             times.extend([-1] * by)
-        self._sent_bytes.extend([0] * by)
-        self._received_bytes.extend([0] * by)
+        for numbers in (self._status, self._sent_bytes, self._received_bytes, self._images, self._why):
+            numbers.extend([0] * by)
         self._server_ms.extend([math.nan] * by)
-        self._images.extend([0] * by)
-        self._why.extend([0] * by)

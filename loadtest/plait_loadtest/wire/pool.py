@@ -101,10 +101,8 @@ class ConnectionPool:
             if job is not None:
                 self._waiting.appendleft(job)
         for place, job in enumerate(self._waiting):
-            if place < opening:
-                self._on_end(job.slot, RequestOutcome.INTERRUPTED, now_ns, "")
-            else:
-                self._on_end(job.slot, RequestOutcome.NOT_SENT, now_ns, ROOM)
+            outcome, why = (RequestOutcome.INTERRUPTED, "") if place < opening else (RequestOutcome.NOT_SENT, ROOM)
+            self._on_end(job.slot, outcome, now_ns, why)
         self._waiting.clear()
         for connection in list(self._in_flight):
             connection.give_up(RequestOutcome.INTERRUPTED, now_ns)

@@ -14,7 +14,6 @@ law's own AUC.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +62,19 @@ def make_clicks(catalog: FilmCatalog, people: int, *, shown: int = 30, seed: int
     weights = 0.05 + catalog.popularity**3
     item = rng.choice(len(catalog), (people, _SEEN_BEFORE + shown), p=weights / weights.sum())
     before, now = item[:, :_SEEN_BEFORE], item[:, _SEEN_BEFORE:]
-    law = partial(_law, catalog, taste=taste, style=style, age_band=age_band)
+    rng_of_films = np.random.default_rng([len(catalog), 3])  # styles and qualities are the catalogue's alone
+    styles = rng_of_films.normal(0, 1, (len(catalog), _STYLES))
+    quality = rng_of_films.normal(0, 0.5, len(catalog)) + catalog.popularity
+    genres = catalog.genres / np.sqrt(catalog.genres.sum(1, keepdims=True))
+    youth = 2024 - _AGES[age_band] + 20
+
+    def law(item: NDArray[np.int64], daypart: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the logits (U, N) for items (U, N)."""
+        liking = np.einsum("ung,ug->un", genres[item], taste + _habits()[daypart])
+        styled = np.einsum("uns,us->un", styles[item], style)
+        near = np.exp(-(((catalog.year[item] - youth[:, None]) / 12.0) ** 2))
+        return np.asarray(liking + _STYLE * styled + quality[item] + near + _BIAS)
+
     earlier, logits = law(before, rng.integers(0, len(DAYPARTS), people)), law(now, daypart)
     return Clicks(
         age_band=age_band,
@@ -74,27 +85,6 @@ def make_clicks(catalog: FilmCatalog, people: int, *, shown: int = 30, seed: int
         label=_happens(logits, rng),
         law=logits,
     )
-
-
-def _law(
-    catalog: FilmCatalog,
-    item: NDArray[np.int64],
-    daypart: NDArray[np.int64],
-    *,
-    taste: NDArray[np.float64],
-    style: NDArray[np.float64],
-    age_band: NDArray[np.int64],
-) -> NDArray[np.float64]:
-    """Return the logits (U, N) for items (U, N). Styles and qualities of the films are the catalogue's alone."""
-    rng = np.random.default_rng([len(catalog), 3])
-    styles = rng.normal(0, 1, (len(catalog), _STYLES))
-    quality = rng.normal(0, 0.5, len(catalog)) + catalog.popularity
-    genres = catalog.genres / np.sqrt(catalog.genres.sum(1, keepdims=True))
-    liking = np.einsum("ung,ug->un", genres[item], taste + _habits()[daypart])
-    styled = np.einsum("uns,us->un", styles[item], style)
-    youth = 2024 - _AGES[age_band] + 20
-    near = np.exp(-(((catalog.year[item] - youth[:, None]) / 12.0) ** 2))
-    return np.asarray(liking + _STYLE * styled + quality[item] + near + _BIAS)
 
 
 def _favourites(people: int, rng: np.random.Generator) -> NDArray[np.float64]:

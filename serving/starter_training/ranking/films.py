@@ -38,14 +38,13 @@ OLDEST, NEWEST = 1930, 2024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilmCatalog:
-    """The films by id. `genres` (I, G) bool; `first_genre` and `year` (I,) int64; `popularity` (I,) float64.
+    """The films by id. `genres` (I, G) bool; `year` (I,) int64; `popularity` (I,) float64.
 
     Popularity is how well known a film is: evenly spread, 1 for the best known.
     """
 
     names: tuple[str, ...]
     genres: NDArray[np.bool_]
-    first_genre: NDArray[np.int64]
     year: NDArray[np.int64]
     popularity: NDArray[np.float64]
 
@@ -53,9 +52,9 @@ class FilmCatalog:
         return len(self.names)
 
 
-def make_catalog(size: int = 2000, *, seed: int = 0) -> FilmCatalog:
-    """Make `size` films (at most 6,000: titles run out), the same for the same seed. Newer ones are more frequent."""
-    rng = np.random.default_rng([seed, 1])
+def make_catalog(size: int = 2000) -> FilmCatalog:
+    """Make `size` films (at most 6,000: titles run out), always the same. Newer ones are more frequent."""
+    rng = np.random.default_rng([0, 1])
     first = rng.integers(0, len(GENRES), size)
     genres = np.zeros((size, len(GENRES)), dtype=bool)
     genres[np.arange(size), first] = True
@@ -66,7 +65,6 @@ def make_catalog(size: int = 2000, *, seed: int = 0) -> FilmCatalog:
     return FilmCatalog(
         names=tuple(f"{title} ({one})" for title, one in zip(titles, year, strict=True)),
         genres=genres,
-        first_genre=first,
         year=year,
         popularity=1.0 - rng.permutation(size) / size,
     )

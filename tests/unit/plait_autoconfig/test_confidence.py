@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from plait_autoconfig.confidence import next_runs, verdict
-from plait_autoconfig.objective import Objective, at_most, maximise, minimise
+from plait_autoconfig.objective import Goal, Limit, Objective
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
-GOAL = Objective((maximise("x"),))
-LIMITED = Objective((maximise("x"),), (at_most("ms", 100.0),))
+GOAL = Objective((Goal("x", "max"),))
+LIMITED = Objective((Goal("x", "max"),), (Limit("ms", "at_most", 100.0),))
 CRASH = TrialOutcome.failed(FailureKind.CRASH)
 
 
@@ -27,7 +27,7 @@ def test_a_clear_leader_is_sure_and_nobody_is_measured_again():
     assert (now.leader, now.wanted) == (1, ())
     assert now.sure > 0.99
     assert verdict(GOAL, [[CRASH]], sure=0.95).leader is None
-    assert verdict(Objective((minimise("x"),)), [group(0.3), group(0.0)], sure=0.95).leader == 1
+    assert verdict(Objective((Goal("x", "min"),)), [group(0.3), group(0.0)], sure=0.95).leader == 1
 
 
 def test_close_candidates_are_measured_again_those_that_cannot_win_are_not():

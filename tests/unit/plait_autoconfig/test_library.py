@@ -8,12 +8,12 @@ import pytest
 
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import usable_for, usable_runs, weight_of
-from plait_autoconfig.objective import Objective, maximise
+from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Hardware
 from support.autoconfig import GRID, failed, measured, run_of
 
-RATE = Objective((maximise("rate"),))
+RATE = Objective((Goal("rate", "max"),))
 LAB = Hardware(name="lab", cpus=8, memory_bytes=2**33, accelerator="H100", accelerators=1)
 NOW = {"versions": {"plait": "0.1.3", "torch": "2.13.1"}, "hardware": LAB, "at": "2026-11-01T08:00:00+00:00"}
 

@@ -5,22 +5,12 @@ from __future__ import annotations
 import pytest
 
 from plait_autoconfig.errors import ObjectiveError
-from plait_autoconfig.objective import (
-    Goal,
-    Limit,
-    Objective,
-    at_least,
-    at_most,
-    max_goodput_per_cost,
-    maximise,
-    minimise,
-    parse_objective,
-)
+from plait_autoconfig.objective import Goal, Limit, Objective, parse_objective
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.autoconfig import failed, measured
 
-BOTH = Objective((maximise("rate"), minimise("cost")))
-LIMITED = Objective((maximise("rate"),), (at_most("p99_ms", 50.0), at_least("recall", 0.9)))
+BOTH = Objective((Goal("rate", "max"), Goal("cost", "min")))
+LIMITED = Objective((Goal("rate", "max"),), (Limit("p99_ms", "at_most", 50.0), Limit("recall", "at_least", 0.9)))
 
 
 def test_loss_is_lower_for_better():
@@ -40,10 +30,13 @@ def test_limits_are_relative_and_include_their_value():
     assert not LIMITED.feasible(outcome)
     assert LIMITED.feasible(TrialOutcome.measured(rate=1.0, p99_ms=50.0, recall=0.9))
     assert not LIMITED.feasible(TrialOutcome.failed(FailureKind.TIME_OUT))
-    assert at_most("errors", 0.0).excess({"errors": 0.25}) == 0.25
+    assert Limit("errors", "at_most", 0.0).excess({"errors": 0.25}) == 0.25
 
 
-@pytest.mark.parametrize("limit", [at_most("m", 4.0), at_least("m", 4.0), at_most("m", 0.0), at_least("m", -2.0)])
+@pytest.mark.parametrize(
+    "limit",
+    [Limit("m", "at_most", 4.0), Limit("m", "at_least", 4.0), Limit("m", "at_most", 0.0), Limit("m", "at_least", -2.0)],
+)
 def test_excess_can_be_turned_back(limit):
     """The metric follows from the excess, which is what an Optuna study keeps."""
     for value in (-3.0, 0.0, 4.0, 5.5):
@@ -71,7 +64,7 @@ def test_the_front_keeps_ties():
     rows = [(5.0, 3.0), (5.0, 3.0), (4.0, 3.0), (6.0, 4.0), (1.0, 1.0), (1.0, 2.0)]
     trials = [measured(n, {"cpu": n}, rate=rate, cost=cost) for n, (rate, cost) in enumerate(rows)]
     assert [cell.config["cpu"] for cell in BOTH.front(trials)] == [0, 1, 3, 4]
-    cheap = Objective(BOTH.goals, (at_most("cost", 2.0),))
+    cheap = Objective(BOTH.goals, (Limit("cost", "at_most", 2.0),))
     assert [cell.config["cpu"] for cell in cheap.front(trials)] == [4]
     assert BOTH.front([failed(0, {"cpu": 1})]) == ()
 
@@ -96,11 +89,11 @@ def test_why_none_names_the_limit_that_binds():
 
 def test_the_named_objectives():
     """What the command line calls them stands for goals and limits."""
-    assert parse_objective("max goodput_per_cost") == max_goodput_per_cost()
-    cheapest = Objective((minimise("cost_per_hour"),), (at_least("goodput_per_s", 20.0),))
-    in_time = (*cheapest.limits, at_most("p99_ms", 50.0))
+    assert parse_objective("max goodput_per_cost") == Objective((Goal("goodput_per_cost", "max"),))
+    cheapest = Objective((Goal("cost_per_hour", "min"),), (Limit("goodput_per_s", "at_least", 20.0),))
+    in_time = (*cheapest.limits, Limit("p99_ms", "at_most", 50.0))
     assert parse_objective("min cost at rate 20", ["p99_ms <= 50"]) == Objective(cheapest.goals, in_time)
-    fastest = Objective((minimise("p99_ms"),), (at_least("goodput_per_s", 25.0),))
+    fastest = Objective((Goal("p99_ms", "min"),), (Limit("goodput_per_s", "at_least", 25.0),))
     assert parse_objective("min p99 at rate 2.5e1") == fastest
     assert parse_objective("max rate,min watts", ["recall>=0.9"]) == Objective(
         (Goal("rate", "max"), Goal("watts", "min")), (Limit("recall", "at_least", 0.9),)

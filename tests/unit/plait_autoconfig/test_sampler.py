@@ -9,12 +9,12 @@ from optuna.trial import TrialState
 
 from plait_autoconfig.designers.uninformed import RandomDesigner
 from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
-from plait_autoconfig.objective import Objective, at_most, maximise, minimise
+from plait_autoconfig.objective import Goal, Limit, Objective
 from plait_autoconfig.sampler import DesignerSampler, report
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from suites.designers import CONDITIONAL, OBJECTIVE, SMALL
 
-RATE = Objective((maximise("rate_per_s"),))
+RATE = Objective((Goal("rate_per_s", "max"),))
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
@@ -53,7 +53,10 @@ def test_every_ending_is_told():
 
 def test_limits_and_goals_come_back_as_metrics():
     """What was reported is what the designer hears, several goals and a limit on one of them included."""
-    objective = Objective((maximise("rate_per_s"), minimise("cost")), (at_most("p99_ms", 30.0), at_most("cost", 3.0)))
+    objective = Objective(
+        (Goal("rate_per_s", "max"), Goal("cost", "min")),
+        (Limit("p99_ms", "at_most", 30.0), Limit("cost", "at_most", 3.0)),
+    )
     designer, study = begin(objective)
     trial = ask(study)
     outcome = TrialOutcome.measured(rate_per_s=2.0, cost=4.0, p99_ms=45.0)
@@ -110,7 +113,7 @@ def test_suggestions_from_elsewhere_are_named(suggest, said):
 
 def test_a_study_of_another_objective_is_refused():
     """Directions and limits must be those of the objective; the message says how."""
-    _, study = begin(Objective((minimise("cost"),)))
+    _, study = begin(Objective((Goal("cost", "min"),)))
     with pytest.raises(DesignerError, match=r"must have the directions \['minimize'\], those of min cost"):
         ask(study)
     _, study = begin(OBJECTIVE)

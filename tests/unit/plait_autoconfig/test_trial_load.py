@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_autoconfig.objective import maximise, minimise
+from plait_autoconfig.objective import Goal
 from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity, next_look, surely_loses
 
 SHORT_S, LONG_S = 4.0, 16.0
@@ -107,10 +107,10 @@ def test_nothing_that_held_counts_as_the_lowest_rate() -> None:
 
 def test_a_look_at_a_fixed_rate_must_be_much_worse_to_lose() -> None:
     """Short runs of one configuration differ by some percent."""
-    cheap, quick = minimise("cost_per_hour"), minimise("p99_ms")
+    cheap, quick = Goal("cost_per_hour", "min"), Goal("p99_ms", "min")
     assert not surely_loses(cheap, 110.0, 100.0)
     assert surely_loses(cheap, 130.0, 100.0)
     assert not surely_loses(quick, 130.0, 100.0)  # the tail of a short run is a request or two
     assert surely_loses(quick, 160.0, 100.0)
-    assert not surely_loses(maximise("goodput_per_s"), 90.0, 100.0)
-    assert surely_loses(maximise("goodput_per_s"), 70.0, 100.0)
+    assert not surely_loses(Goal("goodput_per_s", "max"), 90.0, 100.0)
+    assert surely_loses(Goal("goodput_per_s", "max"), 70.0, 100.0)

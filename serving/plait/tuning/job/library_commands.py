@@ -77,9 +77,11 @@ def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="a
 @told(TunerError)
 def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a file of JSON lines")]) -> None:
     """Write a library to JSON lines, to keep or to pass on."""
-    store = _existing(library)
-    store.export_file(out)
-    typer.echo(f"{len(store.runs())} runs written to {out}")
+    from plait_autoconfig.store import write_library
+
+    runs = _existing(library).runs()
+    write_library(out, runs)
+    typer.echo(f"{len(runs)} runs written to {out}")
 
 
 @app.command("merge")

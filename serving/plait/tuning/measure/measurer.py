@@ -24,9 +24,9 @@ from plait.tuning.measure.service_subject import ServiceSubject
 from plait.tuning.measure.trial import Subject, run_loads, with_address
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.exit_status import count_oom_kills
-from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say
 from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget
-from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, TuningSubject
 from plait_kernels.cores import usable_cores
 
 _SPARE_S = 5.0

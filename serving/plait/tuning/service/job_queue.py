@@ -191,7 +191,7 @@ class TuningJobQueue:
             if stop():
                 work.stop()
             if (folder / "cancel").exists() and not store.facts().cancelled:
-                store.cancel()  # again and again: a worker that begins forgets older signs
+                store.note(cancelled=True)  # again and again: a worker that begins forgets older signs
         if not stop():
             self._conclude(ticket, store, code)
 

@@ -9,13 +9,13 @@ import pytest
 from plait_autoconfig.designers.optuna_samplers import OptunaGpDesigner, OptunaTpeDesigner
 from plait_autoconfig.designers.uninformed import RandomDesigner, SobolDesigner
 from plait_autoconfig.knobs import IntKnob
-from plait_autoconfig.objective import Objective, maximise
+from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from suites.designers import OBJECTIVE, SMALL, run_trials
 from support.autoconfig import GRID, measured
 
-RATE = Objective((maximise("rate"),))
+RATE = Objective((Goal("rate", "max"),))
 
 
 @pytest.mark.parametrize("make", [RandomDesigner, SobolDesigner, OptunaTpeDesigner])

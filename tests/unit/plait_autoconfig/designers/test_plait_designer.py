@@ -11,7 +11,7 @@ from plait_autoconfig.designers.plait_designer import PlaitDesigner
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import Objective, at_least, at_most, max_goodput_per_cost, maximise, minimise
+from plait_autoconfig.objective import Goal, Limit, Objective, parse_objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 from suites.designers import past_run, run_trials
@@ -24,7 +24,7 @@ SPACE = Space(
     )
 )
 """90 cells."""
-OBJECTIVE = max_goodput_per_cost()
+OBJECTIVE = parse_objective("max goodput_per_cost")
 
 Serve = Callable[[Config], TrialOutcome]
 
@@ -106,7 +106,7 @@ def test_an_optimum_that_touches_a_limit_is_found():
             ChoiceKnob(name="devices", values=(1, 2, 4), ordered=True),
         )
     )
-    objective = Objective((maximise("users_per_price"),), (at_most("p99_ms", 50.0),))
+    objective = Objective((Goal("users_per_price", "max"),), (Limit("p99_ms", "at_most", 50.0),))
     price, idle_ms = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 12.0}, {"a": 30.0, "b": 20.0, "c": 10.0, "d": 5.56}
 
     def serve(config: Config) -> TrialOutcome:
@@ -150,7 +150,7 @@ def frugal(config: Config) -> TrialOutcome:
 
 def test_a_known_cost_need_not_be_searched_for():
     """After the default, the cheapest that works is found at once: what all cost is known, and that one was enough."""
-    objective = max_goodput_per_cost(at_least("attainment", 0.95))
+    objective = parse_objective("max goodput_per_cost", ["attainment >= 0.95"])
     context = ServiceContext(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))
     for seed in range(2):
         designer = PlaitDesigner(SPACE, objective, seed=seed, context=context)
@@ -171,7 +171,7 @@ def test_what_memory_costs_is_learned():
 
     context = ServiceContext(costs=tuple(0.04 * float(cell["replicas"]) for cell in space.cells()))
     for seed in range(2):
-        designer = PlaitDesigner(space, max_goodput_per_cost(), seed=seed, context=context)
+        designer = PlaitDesigner(space, parse_objective("max goodput_per_cost"), seed=seed, context=context)
         trials = search(designer, measure, 10)
         assert sum(trial.config["gib"] == 1 for trial in trials) == 6, seed  # all that there are
 
@@ -196,7 +196,7 @@ def test_several_goals_find_the_ends_of_the_front():
     def serve(config: Config) -> TrialOutcome:
         return TrialOutcome.measured(**serving(peak=6.0)(config).metrics, cost_per_hour=float(config["threads"]))
 
-    objective = Objective((maximise("goodput_per_cost"), minimise("cost_per_hour")))
+    objective = Objective((Goal("goodput_per_cost", "max"), Goal("cost_per_hour", "min")))
     designer = PlaitDesigner(SPACE, objective, seed=2)
     trials = search(designer, serve, 16)
     threads = {cell.config["threads"] for cell in objective.front(trials)}
@@ -207,7 +207,7 @@ def test_several_goals_find_the_ends_of_the_front():
 def test_a_configuration_outside_the_sample_is_learned_from():
     """In a space too large to list, what users try themselves counts as well."""
     large = Space(tuple(IntKnob(name=f"k{n}", low=0, high=20) for n in range(5)))
-    designer = PlaitDesigner(large, Objective((maximise("v"),)), seed=0)
+    designer = PlaitDesigner(large, Objective((Goal("v", "max"),)), seed=0)
     inside = {tuple(cell.values()) for cell in designer.cells}
     own = next(c for c in ({f"k{n}": v for n in range(5)} for v in range(20)) if tuple(c.values()) not in inside)
     designer.tell(Trial(number=0, config=own, outcome=TrialOutcome.measured(v=3.0)))

@@ -17,7 +17,7 @@ from plait_autoconfig.jobs.plan import (
     why_stalled,
 )
 from plait_autoconfig.jobs.spec import Stop
-from plait_autoconfig.objective import Objective, maximise, minimise
+from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.values import FailureKind, TrialOutcome, cells_of
 from support.autoconfig import failed, measured
 from support.tune_jobs import job, record
@@ -168,7 +168,7 @@ def history(*outcomes):
 
 def test_the_stop_rule_waits_for_something_feasible_and_then_for_progress():
     """Patience counts trials without an improvement worth the name."""
-    objective, stop = Objective((maximise("x"),)), Stop(patience=2, least_gain=0.05)
+    objective, stop = Objective((Goal("x", "max"),)), Stop(patience=2, least_gain=0.05)
     one = {"x": 1.0}
     assert why_stalled(objective, stop, history(one, one)) == ""
     assert why_stalled(objective, stop, history(one, one, {"x": 1.04})) == (
@@ -181,7 +181,7 @@ def test_the_stop_rule_waits_for_something_feasible_and_then_for_progress():
 
 def test_with_several_goals_the_front_must_move():
     """A trial that joins the front is progress, a dominated one is not."""
-    objective, stop = Objective((maximise("x"), minimise("y"))), Stop(patience=1)
+    objective, stop = Objective((Goal("x", "max"), Goal("y", "min"))), Stop(patience=1)
     first = {"x": 1.0, "y": 1.0}
     assert why_stalled(objective, stop, history(first, {"x": 2.0, "y": 2.0})) == ""
     assert why_stalled(objective, stop, history(first, {"x": 0.5, "y": 2.0})) != ""

@@ -382,7 +382,7 @@ def test_cancelling_ends_the_worker_and_gives_its_trial_up(tmp_path):
 
     def cancel_at_the_second(event):
         if event.kind == "trial_progress" and event.number == 2:
-            store.cancel()
+            store.note(cancelled=True)
 
     runner = DirectRunner(fake_measurer(folder=tmp_path, seconds=0.01), spec)
     state = run_job(store, fake_source(), runner=runner, on_event=cancel_at_the_second)

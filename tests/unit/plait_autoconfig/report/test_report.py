@@ -11,15 +11,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from plait_autoconfig.designers import make_designer
+from plait_autoconfig.designers import maker_of
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.state import Interval
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
-from plait_autoconfig.objective import Objective, maximise
+from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.report import charts, figures
 from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
+from plait_autoconfig.report.figures import knob_importance
 from plait_autoconfig.report.formatting import change_text, gain_words, metric_title, with_unit
-from plait_autoconfig.report.importance import knob_importance
 from plait_autoconfig.report.page import report_page
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, cells_of
@@ -206,7 +206,7 @@ SPACE = Space((
     ChoiceKnob(name="kind", values=("a", "b")),
     IntKnob(name="inner", low=0, high=1, when={"kind": ("a",)}),
 ))  # fmt: skip
-GOOD = Objective((maximise("good"),))
+GOOD = Objective((Goal("good", "max"),))
 
 
 def measured(configs, outcome):
@@ -250,7 +250,7 @@ def main_effects(loss):
 )
 def test_importance_is_that_of_the_known_surface(designer, loss):
     """From 14 trials with noise of 5 %, also of a search, whose trials soon agree in the knob that matters."""
-    rng, asking, trials = np.random.default_rng(0), make_designer(designer, TUNED, GOOD, seed=0), []
+    rng, asking, trials = np.random.default_rng(0), maker_of(designer)(TUNED, GOOD, seed=0), []
     for number in range(14):
         config = asking.ask()
         outcome = TrialOutcome.measured(good=float(np.exp(-loss(config) + 0.05 * rng.standard_normal())))
@@ -262,7 +262,7 @@ def test_importance_is_that_of_the_known_surface(designer, loss):
 
 def test_importance_for_several_goals_is_the_mean_and_failures_say_nothing():
     """One goal depends on one knob, the other on another: half for each, and nothing for one that is often inactive."""
-    two = Objective((maximise("good"), maximise("quick")))
+    two = Objective((Goal("good", "max"), Goal("quick", "max")))
     crash = TrialOutcome.failed(FailureKind.CRASH)
     cells = measured(
         SPACE.cells(),

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
 
-from plait_autoconfig.objective import Objective, at_least, at_most, maximise
+from plait_autoconfig.objective import Goal, Limit, Objective
 from plait_autoconfig.surrogate import posterior
 from plait_autoconfig.surrogate.background import Background, margin_background, no_background
-from plait_autoconfig.surrogate.pooling import PastSource, pool
+from plait_autoconfig.surrogate.pooling import PastSource, margins, pool
 from plait_autoconfig.surrogate.posterior import (
     Posterior,
     TrialData,
@@ -20,7 +20,6 @@ from plait_autoconfig.surrogate.posterior import (
     matern_between,
     probability_above,
 )
-from plait_autoconfig.surrogate.reading import margins
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
 CELLS = np.stack(np.meshgrid(np.linspace(0, 1, 6), np.linspace(0, 1, 5), indexing="ij"), -1).reshape(-1, 2)
@@ -75,7 +74,9 @@ def test_levels_of_margins_carry_over():
 
 def test_attainment_is_judged_by_what_is_missing():
     """0.97 is far from 0.99 though the numbers are close, and nothing missed is as good as can be."""
-    objective = Objective((maximise("goodput_per_s"),), (at_least("attainment", 0.99), at_most("p99_ms", 100.0)))
+    objective = Objective(
+        (Goal("goodput_per_s", "max"),), (Limit("attainment", "at_least", 0.99), Limit("p99_ms", "at_most", 100.0))
+    )
     shown = [
         TrialOutcome.measured(goodput_per_s=1.0, attainment=attainment, p99_ms=p99_ms)
         for attainment, p99_ms in ((1.0, 50.0), (0.99, 50.0), (0.97, 50.0), (0.0, 50.0), (1.0, 110.0))

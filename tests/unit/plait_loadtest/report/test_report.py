@@ -17,12 +17,11 @@ from rich.console import Console
 
 from plait_loadtest import histogram
 from plait_loadtest.capacity import CapacitySearch, ClassCount, ClassTarget, Observed, find_capacity
-from plait_loadtest.progress import line, live_line
-from plait_loadtest.report import raw
+from plait_loadtest.cli import live_line, progress_line
 from plait_loadtest.report.document import shown
 from plait_loadtest.report.html import page
 from plait_loadtest.report.locustfile import locustfile
-from plait_loadtest.report.outputs import Outputs, report
+from plait_loadtest.report.outputs import Outputs, report, write_rows
 from plait_loadtest.report.table import notes, print_table
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
@@ -133,8 +132,8 @@ def test_raw_rows_lose_nothing(tmp_path):
     rows["server_ms"][0], rows["why"][3] = 1.5, 1
     mix = (ImageClass(name="plain"), ImageClass(name="styled"))
     done = session(rows, scenario(mix=mix), whys=("", "too late"))
-    for suffix in raw.SUFFIXES:
-        raw.write(tmp_path / f"rows{suffix}", done)
+    for suffix in (".csv", ".jsonl", ".npz"):
+        write_rows(tmp_path / f"rows{suffix}", done)
     from_csv = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
     from_lines = [json.loads(text) for text in (tmp_path / "rows.jsonl").read_text().splitlines()]
     with np.load(tmp_path / "rows.npz") as stored:
@@ -283,12 +282,15 @@ PROGRESS = RunProgress(
 
 def test_the_live_line():
     """Time, requests, failures, what is in flight, recent latency."""
-    assert line(PROGRESS, 20.0) == "3 of 20 s · 30 of 100 done · 2 failed · 4 in flight · now p50 12.3 ms, p95 45.6 ms"
     assert (
-        line(replace(PROGRESS, planned=None, errors=0, waiting=9, recent_p50_ms=None), None)
+        progress_line(PROGRESS, 20.0)
+        == "3 of 20 s · 30 of 100 done · 2 failed · 4 in flight · now p50 12.3 ms, p95 45.6 ms"
+    )
+    assert (
+        progress_line(replace(PROGRESS, planned=None, errors=0, waiting=9, recent_p50_ms=None), None)
         == "3 s · 30 done · 4 in flight, 9 waiting"
     )
-    assert line(replace(PROGRESS, elapsed_s=-0.2), 20.0) == "preparing requests"
+    assert progress_line(replace(PROGRESS, elapsed_s=-0.2), 20.0) == "preparing requests"
 
 
 def test_no_live_line_without_a_terminal(capsys):

@@ -11,7 +11,7 @@ import pytest
 from fakes.bad_server import bad_server
 from plait.tuning.measure.load import LoadResult, Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
-from plait_autoconfig.objective import Limit, at_most
+from plait_autoconfig.objective import Limit
 from plait_autoconfig.trial_load import Look, LookPlan
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import summarise
@@ -127,7 +127,11 @@ def test_a_search_returns_the_load_that_counts_and_says_what_it_tried(monkeypatc
 
 @pytest.mark.parametrize(
     ("limits", "held"),
-    [((), True), ((at_most("p99_ms", 60.0), at_most("memory_gib", 0.0)), True), ((at_most("p99_ms", 40.0),), False)],
+    [
+        ((), True),
+        ((Limit("p99_ms", "at_most", 60.0), Limit("memory_gib", "at_most", 0.0)), True),
+        ((Limit("p99_ms", "at_most", 40.0),), False),
+    ],
 )
 def test_a_rate_holds_within_the_limits(limits: tuple[Limit, ...], held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a limit below the SLO would be judged at a rate that breaks it, and nothing would keep it. What no load
