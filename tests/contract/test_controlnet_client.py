@@ -213,14 +213,12 @@ class TestConformance:
         assert torch.isnan(answers[0].mid).all()
         assert kit.same_bits(answers[1], twin(sick, well)[1])
 
-    def test_wrong_picture_is_the_callers_mistake(self, client: ControlNetClient) -> None:
-        """A control image that is no RGB image is refused at once."""
+    def test_what_is_wrong_is_told(self, client: ControlNetClient) -> None:
+        """A control image that is no RGB image is refused at once; text of another family's width at open, or by the
+        first step of that session alone."""
+        ask = _ask(1, width=48)
         with pytest.raises(RequestError):
             client.open(image=np.zeros((4, 4), dtype=np.uint8), conditioning=_ask(1).conditioning, width=32, height=32)
-
-    def test_wrong_family_is_a_model_error(self, client: ControlNetClient) -> None:
-        """Text of another width: refused at open, or by the first step of that session alone."""
-        ask = _ask(1, width=48)
         try:
             session = ask.open(client)
         except ModelError:
@@ -318,7 +316,7 @@ def test_hung_replica_counts_as_lost(fleet: Fleet, twin: Twin) -> None:
     gate.opened.clear()
     fleet.serve("hung", runner=gate)
     fleet.serve("well")
-    client = fleet.client(answer_timeout_s=3.0)
+    client = fleet.client(answer_timeout_s=1.0)
     assert twin.is_exact(_answers(client, ask, ask.open(client)), ask)
     assert fleet.asked[-1] == frozenset({"hung"})
     gate.opened.set()
@@ -484,24 +482,6 @@ def test_a_forward_pass_that_hangs_is_noticed(fleet: Fleet) -> None:
     finally:
         gate.opened.set()
     assert isinstance(pending.wait()[0], Residuals)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"op": "hello", "version": 99},
-        {"op": "step", "seq": 0, "calls": [[0, 1.0, 1.0]]},
-        {"op": "surprise"},
-    ],
-)
-def test_client_that_breaks_the_protocol_is_hung_up_on(fleet: Fleet, header: dict[str, object]) -> None:
-    """Whoever does not begin with hello of our version loses its channel; the service goes on."""
-    service = fleet.serve(scheme="shm")
-    channel = connect(service.addresses[0], secret=kit.SECRET)
-    send_tensors(channel, header, {})
-    with pytest.raises(PeerLost):
-        channel.recv(WAIT_S)
-    assert service.alive
 
 
 def test_client_that_reads_nothing_is_dropped_and_others_are_served(fleet: Fleet) -> None:

@@ -24,7 +24,7 @@ from support.executors import (
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 """Largest difference to float64 as a share of the largest output, by the dtype of the inputs."""
 
-SIZES = [(1, 4, 4), (3, 5, 7), (2, 1, 9), (5, 8, 6)]
+SIZES = [(1, 4, 4), (3, 5, 7), (2, 1, 9)]
 EVERYWHERE = dict.fromkeys(LAYERS, 2)
 MIXED = [
     {},
@@ -105,7 +105,7 @@ def test_rows_may_share_their_factors(case, rows):
 
 
 def test_calls_that_recur_give_the_same_and_leave_nothing_for_the_next(case):
-    """Again and again; other factors of the same shapes, none, other rows, and the first again."""
+    """Twice in turn; other factors of the same shapes, none, other rows, and the first again."""
     block, program = case
     inputs = small_inputs(3, 4, 4)
     first, second = small_factors(MIXED[1:4]), small_factors(MIXED[1:4], seed=9)
@@ -117,7 +117,7 @@ def test_calls_that_recur_give_the_same_and_leave_nothing_for_the_next(case):
     ]  # fmt: skip
     for given, factors in calls:
         wanted = by_hand(block, given, factors)
-        for _ in range(3):
+        for _ in range(2):
             assert_close(program.run(given, factors), wanted)
 
 
@@ -129,13 +129,17 @@ def test_outputs_have_the_dtype_of_the_inputs(case):
     assert_close(program.run(inputs, factors), by_hand(block, inputs, factors), torch.bfloat16)
 
 
-def test_inputs_may_be_views(case):
-    """Transposed, expanded, sliced, and made in inference mode."""
+def test_inputs_may_be_views_and_are_not_written(case):
+    """Transposed, expanded, sliced, and made in inference mode; they and their factors are as they were."""
     block, program = case
     x, condition = small_inputs(3, 5, 7)
     with torch.inference_mode():
         given = [x.transpose(2, 3)[:, :, 1:], condition[:1].expand(3, -1)]
-    assert_close(program.run(given), by_hand(block, [value.clone() for value in given]))
+    factors = small_factors(MIXED[:3])
+    kept = [*given, *(tensor for pair in factors.by_path.values() for tensor in pair)]
+    before = [value.clone() for value in kept]
+    assert_close(program.run(given, factors), by_hand(block, before[:2], factors))
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
 
 
 def test_wrong_factors_are_refused(case):
@@ -163,16 +167,6 @@ def test_what_is_copied_stays(case):
         for output in kept:
             output.add_(1.0)
     assert_close(program.run(inputs), by_hand(block, inputs))
-
-
-def test_the_inputs_are_not_written(case):
-    """Inputs and factors are as they were."""
-    _, program = case
-    inputs, factors = small_inputs(3, 4, 4), small_factors(MIXED[:3])
-    given = [*inputs, *(tensor for pair in factors.by_path.values() for tensor in pair)]
-    before = [value.clone() for value in given]
-    program.run(inputs, factors)
-    assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
 
 
 def test_a_computation_without_factors_takes_none(tmp_path):

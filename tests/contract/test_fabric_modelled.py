@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,11 @@ from plait_fabric import Channel, ChannelClosed, ProtocolViolation, RecvTimeout,
 from plait_fabric.errors import BadHeader
 from plait_fabric.link.link import Link
 from plait_fabric.link.modelled import LinkPort, ModelledChannel, MonotonicClock, modelled
-from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
+from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance, eventually
 from suites.fabric_tensors import TensorConformance
 from support.fabric_links import shipped, slow_link
 
-LINK = shipped().link
+LINK, OTHER_LINK = shipped().link, shipped("400g-cross-pod").link
 _numbers = itertools.count()
 
 
@@ -63,51 +62,27 @@ class VirtualClock:
             self._now_s += by_s
 
 
-class TestModelledInproc(ChannelConformance, TensorConformance):
-    """In real time over leases handed between threads."""
-
-    shares_memory = True
-
-    def wrap(self, channel: Channel) -> Channel:
-        """A link of the file that ships."""
-        return modelled(channel, LINK)
-
-    @pytest.fixture
-    def address(self) -> str:
-        """A name of this process."""
-        return f"inproc://modelled-{next(_numbers)}"
-
-
 class TestModelledShm(ChannelConformance, TensorConformance):
-    """In real time over shared memory."""
+    """In real time, with a link of the file that ships, over shared memory."""
 
+    scheme = "shm"
     shares_memory = True
 
     def wrap(self, channel: Channel) -> Channel:
-        """A link of the file that ships."""
-        return modelled(channel, shipped("400g-cross-pod").link)
-
-    @pytest.fixture
-    def address(self, tmp_path: Path) -> str:
-        """A socket in a private folder."""
-        return f"shm://{tmp_path}/s"
+        return modelled(channel, OTHER_LINK)
 
 
 class TestModelledVirtual(ChannelConformance, TensorConformance):
     """In virtual time, over TCP."""
+
+    scheme = "tcp"
 
     @pytest.fixture(autouse=True)
     def _one_clock(self) -> None:
         self.clock = VirtualClock()
 
     def wrap(self, channel: Channel) -> Channel:
-        """Both ends on one clock."""
         return modelled(channel, LINK, clock=self.clock)
-
-    @pytest.fixture
-    def address(self) -> str:
-        """Any free port."""
-        return "tcp://127.0.0.1:0"
 
 
 Ends = tuple[ModelledChannel, ModelledChannel]
@@ -119,17 +94,17 @@ def _virtual(link: Link = LINK) -> tuple[Ends, VirtualClock]:
     return (modelled(one, link, clock=clock), modelled(other, link, clock=clock)), clock
 
 
-@pytest.mark.parametrize("nbytes", [0, 32, 189, 4_096, 4_097, 1 << 20])
+@pytest.mark.parametrize("nbytes", [0, 189, 4_097, 1 << 20])
 def test_virtual_time_is_exact(nbytes: int) -> None:
-    """In virtual time a hundred round trips take two hundred times T(n), to the last digits of a float."""
+    """In virtual time thirty round trips take sixty times T(n), to the last digits of a float."""
     (client, server), clock = _virtual()
-    for _ in range(100):
+    for _ in range(30):
         client.send({}, [bytes(nbytes)])
         with server.recv(WAIT_S) as message:
             server.send({}, message.buffers)
         with client.recv(WAIT_S) as message:
             assert not message.delivery.host_slower
-    assert clock.now_s() == pytest.approx(200 * LINK.one_way_s(nbytes), rel=1e-9)
+    assert clock.now_s() == pytest.approx(60 * LINK.one_way_s(nbytes), rel=1e-9)
 
 
 def test_work_in_virtual_time_adds_up() -> None:
@@ -143,26 +118,13 @@ def test_work_in_virtual_time_adds_up() -> None:
         assert message.delivery.modelled_s == pytest.approx(LINK.one_way_s(4_096))
 
 
-class _WatchedClock(MonotonicClock):
-    """A clock that tells that it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = threading.Event()
-
-    def now_s(self) -> float:
-        now_s = super().now_s()
-        self.asked.set()
-        return now_s
-
-
-def test_a_host_that_is_slower_says_so() -> None:
-    """No host of ours crosses a thread in 0.8 us: the message says modelled, and late."""
+def test_a_host_that_is_slower_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host of ours crosses a thread in 0.8 us: the message says modelled, and late, whatever the date says."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
     one, other = pair()
-    clock = _WatchedClock()
-    with modelled(one, LINK) as client, modelled(other, LINK, clock=clock) as server, ThreadPoolExecutor(1) as threads:
+    with modelled(one, LINK) as client, modelled(other, LINK) as server, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(server.recv, WAIT_S)
-        assert clock.asked.wait(WAIT_S)
+        assert eventually(lambda: server.statistics().recv_waits > 0)
         client.send({}, [b"x" * 32])
         message = waiting.result(WAIT_S)
         assert (message.delivery.kind, message.delivery.link) == ("modelled", LINK.name)
@@ -217,22 +179,6 @@ def test_close_wakes_who_waits_for_the_link() -> None:
     assert other.statistics().open_messages == 0
 
 
-def test_wall_clocks_may_jump(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The date may be set a day forward and back: nothing waits longer, nothing comes early."""
-    one, other = pair()
-    with modelled(one, slow_link()) as client, modelled(other, slow_link()) as server:
-        for jump_s in (86_400.0, -86_400.0):
-            with monkeypatch.context() as patch:
-                patch.setattr(time, "time", lambda jump_s=jump_s: 1.8e9 + jump_s)
-                patch.setattr(time, "time_ns", lambda jump_s=jump_s: int((1.8e9 + jump_s) * 1e9))
-                start_s = time.monotonic()
-                client.send({}, [bytes(100)])
-                server.recv(WAIT_S).release()
-                assert slow_link().alpha_s <= time.monotonic() - start_s < WAIT_S / 2
-                with pytest.raises(RecvTimeout):
-                    server.recv(0.01)
-
-
 class _JumpingClock(MonotonicClock):
     """A clock that breaks its promise."""
 
@@ -259,43 +205,34 @@ def test_a_clock_that_goes_back_is_found_out() -> None:
 @pytest.mark.parametrize(
     "stamp",
     [
-        None,
-        [],
-        "x",
         ["token", 0.0, 0.0],
-        [0, 1.0, 1.0],
         ["own", "x", 1.0],
         ["own", 1.0, 0.5],
         ["own", float(1 << 60), 1e30],
     ],
     ids=str,
 )
-def test_bad_stamps_are_violations(stamp: list[object] | None) -> None:
-    """A peer that does not model the link, models another one or stamps nonsense is cut off."""
+def test_bad_stamps_are_violations(stamp: list[object]) -> None:
+    """A peer that stamps nonsense is cut off; nobody else may use the key of the stamp."""
     one, other = pair()
     server = modelled(other, LINK)
-    if isinstance(stamp, list) and stamp[:1] == ["own"]:
-        server.send({})
+    with pytest.raises(BadHeader):
+        server.send({"_link": 1}, [server.pool.acquire(10)])
+    assert server.pool.statistics().leases == 0
+    server.send({})
+    if stamp[:1] == ["own"]:
         stamp = [one.recv(WAIT_S).header["_link"][0], *stamp[1:]]
-    one.send({} if stamp is None else {"_link": stamp}, [bytes(9_000)])
+    one.send({"_link": stamp}, [bytes(9_000)])
     with pytest.raises(ProtocolViolation):
         server.recv(WAIT_S)
     assert server.closed
     assert one.pool.statistics().leases == 0
 
 
-def test_the_key_of_the_stamp_is_taken() -> None:
-    """A header that uses the fabric's own key is refused, and its leases are given back."""
-    one, _ = pair()
-    client = modelled(one, LINK)
-    with pytest.raises(BadHeader):
-        client.send({"_link": 1}, [client.pool.acquire(10)])
-    assert client.pool.statistics().leases == 0
-
-
 def test_both_ends_must_model_the_same_link() -> None:
-    """Two ends with different links do not talk past each other."""
-    one, other = pair()
-    modelled(one, LINK).send({})
-    with pytest.raises(ProtocolViolation, match="another link"):
-        modelled(other, shipped("200g-same-switch").link).recv(WAIT_S)
+    """Two ends with different links, or of which one models none, do not talk past each other."""
+    for sender, says in ((lambda one: modelled(one, OTHER_LINK), "another link"), (lambda one: one, None)):
+        one, other = pair()
+        sender(one).send({})
+        with pytest.raises(ProtocolViolation, match=says):
+            modelled(other, LINK).recv(WAIT_S)

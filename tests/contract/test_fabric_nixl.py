@@ -55,10 +55,7 @@ def library() -> None:
 class TestNixl(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):
     """Small messages by the socket, large ones by whatever UCX finds on this machine."""
 
-    @pytest.fixture
-    def address(self) -> str:
-        """Any free port."""
-        return ADDRESS
+    scheme = "nixl"
 
     def test_transports_that_do_not_exist(self) -> None:
         """Transports that UCX cannot start with are an error that names them."""

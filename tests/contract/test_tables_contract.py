@@ -45,7 +45,6 @@ BUILDS: dict[str, Build] = {
     "separate": lambda out_of_range: SeparateTables(WEIGHTS, out_of_range),
     "fused": lambda out_of_range: FusedTables(stored(WEIGHTS, out_of_range=out_of_range)),
     "sharded whole": sharded(1),
-    "sharded in two": sharded(2),
     "sharded in three": sharded(3),
     "sharded by rows": sharded(3, pooled=False),
     "remote shards": sharded_remote,

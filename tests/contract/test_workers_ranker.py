@@ -1,4 +1,4 @@
-"""What every ranker promises: whole in this process, and whole or cut in two over each fabric."""
+"""What every ranker promises: whole and cut in two, in this process and over each fabric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait_disagg.values import RankAnswer
 from support.rank_fabric import Rig
 from support.waiting import until
 
-KINDS = ("whole", "cn", "inproc whole", "inproc split", "shm whole", "shm split", "tcp split")
+KINDS = ("whole", "cn", "inproc split", "shm whole", "tcp split")
 
 KNOBS = WorkerKnobs(largest_waiting=8, largest_batch_rows=64)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +42,6 @@ def serving(address: str, *, doubles: bool = True, **options: Any) -> Iterator[N
     asked: queue.SimpleQueue[tuple[Peer, int, int]] = queue.SimpleQueue()
     lost: queue.SimpleQueue[Peer] = queue.SimpleQueue()
 
-    def on_hello(payload: Mapping[str, Any]) -> None:
-        fields.only(payload, {"service"})
-        if payload["service"] != "numbers":
-            raise fields.WireError("the service is numbers")
-
     def on_message(peer: Peer, message: Message) -> None:
         with message:
             number, value = (fields.integer(message.header, name) for name in ("number", "value"))
@@ -57,8 +52,8 @@ def serving(address: str, *, doubles: bool = True, **options: Any) -> Iterator[N
 
     options = {"version": VERSION, "send_timeout_s": 1.0} | options
     protocol = ServerProtocol(
-        on_hello=on_hello,
-        welcome=lambda: {"service": "numbers"},
+        on_hello=lambda _: None,
+        welcome=dict,
         on_message=options.pop("on_message", on_message),
         on_lost=lost.put,
         **options,

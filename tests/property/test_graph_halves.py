@@ -46,7 +46,7 @@ def request_of(captured, candidates, seed, ids_per_bag=6):
 
 @pytest.mark.parametrize("name", ["small", "zoo"])
 @pytest.mark.parametrize("cutter", ["mincut", "prism"])
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(candidates=candidate_counts, seed=st.integers(0, 10**6), ids_per_bag=st.integers(0, 9))
 def test_exact_halves_give_the_modules_bits(name, cutter, candidates, seed, ids_per_bag):
     """One request, any number of candidates, bags that may be empty: bit for bit what the module gives."""
@@ -59,7 +59,7 @@ def test_exact_halves_give_the_modules_bits(name, cutter, candidates, seed, ids_
 
 @pytest.mark.parametrize("name", ["small", "zoo", "weighted"])
 @pytest.mark.parametrize("exact", [False, True])
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(counts=st.lists(candidate_counts, min_size=1, max_size=4), seed=st.integers(0, 10**6))
 def test_batched_requests_give_what_the_module_gives(name, exact, counts, seed):
     """Several requests as one batch, tiled or not: outputs within 1e-5, in the order of the candidates."""

@@ -7,13 +7,14 @@ import json
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from plait_disagg.graph.costs import cut_problem
+from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.operators import VOCABULARY, overload, schema_of
-from plait_disagg.graph.program import LOOKUP
 from plait_disagg.graph.split import split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import tile
@@ -30,18 +31,13 @@ json_values = st.recursive(
 
 
 @pytest.mark.parametrize("name", ["small", "zoo", "din"])
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_program_and_its_halves_are_read_back_as_they_were(name, exact):
+def test_programs_are_read_back_as_they_were(name):
     """JSON keeps every argument: captured, tiled and cut programs compare equal after a round trip."""
-    _, captured = model(name)
-    program = tile(captured.program, exact=exact)
-    lookups = {node.name for node in program.nodes if node.op == LOOKUP}
-    before = set(lookups)
-    for node in reversed(program.nodes):
-        if node.name in before:
-            before.update(set(reads(program)) & set(reads(program).get(node.name, ())))
-    halves = split(program, before)
-    for one in (captured.program, program, halves.cn, halves.hn):
+    program = model(name)[1].program
+    tiled = tile(program)
+    problem = cut_problem(tiled, dict.fromkeys(reads(tiled), 1e-5), candidates=1, ids_per_bag={})
+    halves = split(tiled, CUTTERS["prism"](problem))
+    for one in (program, tiled, tile(program, exact=True), halves.cn, halves.hn):
         assert load_program(dump_program(one)) == one
 
 
@@ -89,6 +85,7 @@ def test_a_damaged_program_is_refused_or_still_a_program(path, value):
 
 @settings(max_examples=100)
 @given(json_values | st.text(max_size=40))
+@example("[" * 100_000)
 def test_garbage_is_refused(value):
     """What is not a program at all raises `BadProgram` and nothing else."""
     with pytest.raises(BadProgram):
@@ -99,16 +96,15 @@ def test_garbage_is_refused(value):
     ("change", "text"),
     [
         (lambda node: node.update(op="aten.sort.stable"), "vocabulary"),
-        (lambda node: node.update(op="os.system"), "vocabulary"),
         (lambda node: node.update(args=[{"ref": "later"}]), "nothing before it makes"),
         (lambda node: node.update(args=[]), "needs"),
         (lambda node: node.update(args=[*node["args"], 1, 2, 3, 4, 5]), "does not take"),
         (lambda node: node.update(args=["text", *node["args"][1:]]), "must be Tensor"),
         (lambda node: node.update(kwargs={"out": None}), "does not take"),
         (lambda node: node.update(shape=[3, -1]), "only in front"),
+        (lambda node: node.update(shape=[2**60]), "shape"),
         (lambda node: node.update(dtype="complex64"), "not a dtype"),
         (lambda node: node.update(rows="many"), "rows must be"),
-        (lambda node: node.update(more=1), "exactly"),
     ],
 )
 def test_what_is_wrong_with_a_node_is_said(change, text):
@@ -116,16 +112,6 @@ def test_what_is_wrong_with_a_node_is_said(change, text):
     data = small_program()
     change(next(node for node in data["nodes"] if node["op"] == "aten.linear.default"))
     with pytest.raises(BadProgram, match=text):
-        load_program(json.dumps(data))
-
-
-def test_deep_nesting_and_huge_numbers_are_refused():
-    """Neither recursion nor a size beyond any memory gets through."""
-    with pytest.raises(BadProgram):
-        load_program("[" * 100_000)
-    data = small_program()
-    data["constants"][0]["shape"] = [2**60]
-    with pytest.raises(BadProgram, match="shape"):
         load_program(json.dumps(data))
 
 

@@ -64,10 +64,6 @@ a_field = st.sampled_from(sorted(fields)).flatmap(lambda name: fields[name].map(
 bodies = st.lists(a_field, max_size=3).map(
     lambda parts: {"prompt": "x"} | {k: v for part in parts for k, v in part.items()}
 )
-likely = st.fixed_dictionaries(
-    {"prompt": GOOD["prompt"]}, optional={name: GOOD[name] for name in GOOD if name != "prompt"}
-)
-
 edit = st.fixed_dictionaries(
     {"image": st.just(b64(png(16, 8))) | anything},
     optional={
@@ -127,31 +123,17 @@ def _check(content: bytes, url: str = URL, kind: str = "application/json") -> in
     return answer.status_code
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
-@given(bodies)
-def test_any_fields_with_any_values(body):
-    """Known fields with values of any type: 200 or a 4xx that names the trouble."""
-    _check(json.dumps(body).encode())
-
-
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-@given(likely)
-def test_mostly_valid_bodies(body):
-    """Combinations of valid values, many of which are served."""
-    _check(json.dumps(body).encode())
-
-
-@settings(max_examples=150)
-@given(anything)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(bodies | anything)
 def test_any_json(value):
-    """JSON of any shape."""
+    """Known fields with valid values and values of any type, or JSON of any shape: 200, or a 4xx that names the
+    trouble."""
     _check(json.dumps(value).encode())
 
 
 FORM = "multipart/form-data; boundary=B"
 
 
-@settings(max_examples=150)
 @given(st.binary(max_size=300), st.sampled_from([(URL, "application/json"), (EDITS_URL, FORM)]))
 def test_any_bytes(content, route):
     """Bytes that are no JSON at all, and no form."""

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fakes.ranking import FakeRanker, fake_outputs
+from fakes.ranking import FakeRanker
 from plait_disagg.errors import BadInput
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.codec import DTYPES, parse_infer
-from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
+from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client
 
 scalars = (
     st.none()
@@ -115,34 +115,6 @@ def test_json_and_binary_are_the_same_numbers(array, nested, pad):
     assert plain.shape == binary.shape == array.shape
     assert plain.dtype == binary.dtype
     assert plain.tobytes() == binary.tobytes() == array.tobytes()
-
-
-@settings(max_examples=40)
-@given(
-    st.integers(1, 70),
-    st.integers(0, 2**32),
-    st.sampled_from([INFER, INFER.replace("/infer", "/versions/1/infer")]),
-    st.sampled_from(["flat", "nested", "binary"]),
-    st.booleans(),
-)
-def test_infer_answers_what_the_ranker_says(candidates, seed, path, form, binary_out):
-    """All forms reach the ranker as the same tensors, and its outputs come back in either form."""
-    _ranker.ranked.clear()
-    sent, more = arrays(candidates, seed=seed), {"id": "a-7", "parameters": {"binary_data_output": binary_out}}
-    if form == "binary":
-        body, headers = as_binary(sent, **more)
-        answer = _client.post(path, content=body, headers=headers)
-    else:
-        answer = _client.post(path, json=as_json(sent, nested=form == "nested", **more))
-    (request,) = _ranker.ranked
-    for name, array in sent.items():
-        np.testing.assert_array_equal(request.tensors[name].numpy(), array)
-    head = json.loads(answer.content[: int(answer.headers[HEADER])]) if binary_out else answer.json()
-    assert (head["model_name"], head["model_version"], head["id"]) == ("picks", "1", "a-7")
-    expected = {name: tensor.numpy() for name, tensor in fake_outputs(request).items()}
-    for name, values in outputs_of(answer).items():
-        np.testing.assert_array_equal(values, expected.pop(name))
-    assert expected == {}
 
 
 @settings(max_examples=100)

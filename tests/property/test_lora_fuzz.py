@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 TARGETS = LoraTargets.of({"unet": TwoLayers()})
 MADE = factors(shapes_of(TwoLayers()))
-QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+QUICK = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def check(folder: Path, content: bytes) -> bool:
@@ -65,20 +65,13 @@ def test_any_bytes(tmp_path, content, length):
 
 @QUICK
 @given(data=st.data())
-def test_flipped_bytes(tmp_path, good, data):
-    """A few changed bytes anywhere, mostly in the header."""
+def test_damaged_files(tmp_path, good, data):
+    """A few changed bytes anywhere, mostly in the header; and every cut and every addition is noticed."""
     spoilt = bytearray(good)
     header_end = 8 + int.from_bytes(good[:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
         end = data.draw(st.sampled_from([header_end, len(good)]))
         spoilt[data.draw(st.integers(0, end - 1))] = data.draw(st.integers(0, 255))
     check(tmp_path, bytes(spoilt))
-
-
-@QUICK
-@given(data=st.data())
-def test_cut_and_grown_files(tmp_path, good, data):
-    """Every cut and every addition is noticed."""
-    cut = data.draw(st.integers(0, len(good) - 1))
-    assert not check(tmp_path, good[:cut])
+    assert not check(tmp_path, good[: data.draw(st.integers(0, len(good) - 1))])
     assert not check(tmp_path, good + data.draw(st.binary(min_size=1, max_size=9)))

@@ -187,17 +187,6 @@ def ready(shelf: CachePolicy[int], ticket: int, *keys: Key) -> None:
         shelf.loaded(key, 1)
 
 
-def test_releasing_what_was_not_taken_raises():
-    """A counting mistake is found where it happens."""
-    shelf: CachePolicy[int] = CachePolicy(5)
-    ready(shelf, 1, A)
-    shelf.release(1)
-    for ticket in (1, 2):
-        with pytest.raises(KeyError):
-            shelf.release(ticket)
-    assert shelf.users(A) == 0
-
-
 def test_more_bytes_than_reserved_raise():
     """A file that turned out larger than announced does not slip past the budget."""
     shelf: CachePolicy[int] = CachePolicy(5)

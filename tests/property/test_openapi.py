@@ -17,8 +17,8 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
 
-MIN_CALLS = 500
-CALLS = 19
+MIN_CALLS = 300
+CALLS = 12
 """For each operation and mode; what takes no parameters has fewer different requests."""
 
 KNOWN = {"model": "picks", "model_id": "emoji", "version": "1"}

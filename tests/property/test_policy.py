@@ -91,7 +91,7 @@ def test_batches_fit_and_nobody_is_overtaken_more_often_than_the_limit(arrivals,
 def test_no_batch_lowers_rows_per_second(table, count, running):
     """However costs grow, a batch of single images does, but for the share, what all of them in one call would do, and
     what one alone would do, whatever runs."""
-    waiting = [unit(order) for order in range(count)]
+    waiting = [Candidate(order=order, key=KEYS[0], rows=1, steps_left=20) for order in range(count)]
     costs = Costs(step_s=lambda key, rows: table[rows - 1], switch_s=lambda key: 0.0)
     limits = BatchLimits(largest_batch=8, overtake_limit=100)
     rows = len(choose(waiting, costs=costs, limits=limits, now_s=0.0, running=running))
@@ -100,35 +100,14 @@ def test_no_batch_lowers_rows_per_second(table, count, running):
     assert speed >= 1 / table[0]
 
 
-def unit(order, key=KEYS[0], rows=1, steps_left=20, **more):
-    """A candidate with defaults."""
-    return Candidate(order=order, key=key, rows=rows, steps_left=steps_left, **more)
-
-
-def test_stays_with_the_live_set_when_a_switch_does_not_pay():
-    """Equal groups: the live LoRA set wins, even against an older unit of another set."""
-    costs = Costs(step_s=lambda key, rows: 0.01, switch_s=lambda key: 0.0 if key == KEYS[1] else 0.05)
-    limits = BatchLimits(largest_batch=8, overtake_limit=100)
-    batch = choose([unit(0, KEYS[2]), unit(1, KEYS[1])], costs=costs, limits=limits, now_s=0.0)
-    assert [chosen.order for chosen in batch] == [1]
-
-
-def test_switches_when_the_other_group_is_fuller():
-    """Six units behind a cheap merge beat one unit of the live set."""
-    costs = Costs(step_s=lambda key, rows: 0.01 + 0.001 * rows, switch_s=lambda key: 0.0 if not key.loras else 0.02)
-    limits = BatchLimits(largest_batch=8, overtake_limit=100)
-    waiting = [unit(0, KEYS[0])] + [unit(i, KEYS[1]) for i in range(1, 7)]
-    assert len(choose(waiting, costs=costs, limits=limits, now_s=0.0)) == 6
-
-
 def test_an_urgent_deadline_goes_first_and_a_lost_one_does_not():
     """A deadline that can still be met beats fuller groups; one that is lost does not."""
     limits = BatchLimits(largest_batch=8, overtake_limit=100)
-    crowd = [unit(i, KEYS[0]) for i in range(4)]
-    urgent = unit(9, KEYS[1], steps_left=10, deadline_s=0.2)
-    lost = unit(9, KEYS[1], steps_left=10, deadline_s=0.01)
-    assert choose([*crowd, urgent], costs=COSTS, limits=limits, now_s=0.0)[-1].order == 9
-    assert choose([*crowd, lost], costs=COSTS, limits=limits, now_s=0.0)[-1].order != 9
+    crowd = [Candidate(order=order, key=KEYS[0], rows=1, steps_left=20) for order in range(4)]
+    for deadline_s, goes_first in ((0.2, True), (0.01, False)):
+        late = Candidate(order=9, key=KEYS[1], rows=1, steps_left=10, deadline_s=deadline_s)
+        batch = choose([*crowd, late], costs=COSTS, limits=limits, now_s=0.0)
+        assert (batch[-1].order == 9) == goes_first
 
 
 tenant_units = st.tuples(st.sampled_from("abc"), st.sampled_from(KEYS), st.integers(1, 4), st.integers(1, 8))

@@ -35,7 +35,7 @@ def _crossed(layout, tensors, candidates, wire, hot=None) -> tuple[DenseAsk, int
     return parse_dense(header, views, layout), sum(view.nbytes for view in views)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     batches=st.lists(
         st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 7, 64])), min_size=1, max_size=3), max_size=6

@@ -1,11 +1,9 @@
 """The conformance suites of the fabric: what every channel guarantees, as importable test classes.
 
-To check an implementation, subclass and set the address where it listens::
+To check an implementation, subclass and name its scheme, or override the fixture `address`::
 
     class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):
-        @pytest.fixture
-        def address(self) -> str:
-            return "tcp://127.0.0.1:0"
+        scheme = "tcp"
 
 `ChannelConformance` and `TensorConformance` (in `fabric_tensors`) are for every channel; wrappers
 override `wrap`. `fabric_listener` has the other two: `ListenerConformance` for transports that listen,
@@ -14,12 +12,15 @@ override `wrap`. `fabric_listener` has the other two: `ListenerConformance` for 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -37,12 +38,13 @@ from plait_fabric.errors import (
 from plait_fabric.protocols import Channel
 from plait_fabric.values import FabricOptions, MessageLimits
 
-__all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "eventually"]
+__all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "eventually", "fill", "new_address"]
 
 SECRET = b"a secret for tests only"
 WAIT_S = 60.0
 """Longer than anything here takes, even on a loaded machine."""
 SOON_S = 0.05
+_numbers = itertools.count()
 _ENDLESS: dict[str, object] = {}
 _ENDLESS["x"] = _ENDLESS
 SMALL = FabricOptions(
@@ -50,6 +52,13 @@ SMALL = FabricOptions(
     in_flight_messages=8,
     limits=MessageLimits(header_bytes=4096, buffers=16, message_bytes=1 << 21),
 )
+
+
+def new_address(scheme: str, folder: Path) -> str:
+    """Return somewhere to listen that nobody else does: a name, a socket in a private folder, or any free port."""
+    number = next(_numbers)
+    place = {"inproc": f"{folder.name}-{number}", "shm": f"{folder}/{number}"}.get(scheme, "127.0.0.1:0")
+    return f"{scheme}://{place}"
 
 
 def eventually(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> bool:
@@ -62,17 +71,25 @@ def eventually(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> bo
     return True
 
 
+def fill(channel: Channel) -> None:
+    """Send until that fails."""
+    while True:
+        channel.send({}, [bytes(200_000)])
+
+
 class ChannelConformance:
     """What every channel guarantees. Each test is one guarantee."""
+
+    scheme: ClassVar[str]
 
     def wrap(self, channel: Channel) -> Channel:
         """Return what the suite uses instead of `channel`: a hook for wrappers such as a modelled link."""
         return channel
 
     @pytest.fixture
-    def address(self) -> str:
-        """Return the address to listen at; override."""
-        raise NotImplementedError
+    def address(self, tmp_path: Path) -> str:
+        """Return the address to listen at."""
+        return new_address(self.scheme, tmp_path)
 
     @pytest.fixture
     def ends(self, address: str) -> Iterator[tuple[Channel, Channel]]:
@@ -96,7 +113,8 @@ class ChannelConformance:
             yield self.wrap(client), self.wrap(server)
 
     def test_header_and_buffers_arrive(self, ends: tuple[Channel, Channel]) -> None:
-        """A message arrives with its header and its buffers, bit for bit; it may have none of either."""
+        """A message arrives with its header and its buffers, bit for bit; it may have none of either. Both sides count
+        it, and its bytes."""
         client, server = ends
         header = {"step": 3, "names": ["a", "ü\ud800"], "scale": 0.5}
         for given, buffers in ((header, [b"one", bytearray(b""), memoryview(b"three")]), ({}, [])):
@@ -104,6 +122,9 @@ class ChannelConformance:
             with server.recv(WAIT_S) as message:
                 assert message.header == given
                 assert [bytes(buffer) for buffer in message.buffers] == [bytes(buffer) for buffer in buffers]
+        sent, received = client.statistics(), server.statistics()
+        assert (sent.messages_sent, sent.bytes_sent) == (2, 8)
+        assert (received.messages_received, received.bytes_received, received.open_messages) == (2, 8, 0)
 
     def test_order_and_both_directions(self, ends: tuple[Channel, Channel]) -> None:
         """Messages keep their order in both directions, whatever their sizes."""
@@ -137,7 +158,7 @@ class ChannelConformance:
     def test_many_small_messages_with_two_threads(self, ends: tuple[Channel, Channel]) -> None:
         """One thread sends while another receives on the same end; nothing is lost or reordered."""
         client, server = ends
-        count = 1_000
+        count = 300
 
         def send_all() -> None:
             for number in range(count):
@@ -185,17 +206,6 @@ class ChannelConformance:
             assert tail == b"tail"
             tail[0] = 0
 
-    def test_double_release_is_an_error(self, ends: tuple[Channel, Channel]) -> None:
-        """A message is released once; its buffers are unusable afterwards."""
-        ends[0].send({}, [b"x" * 20_000])
-        message = ends[1].recv(WAIT_S)
-        assert ends[1].statistics().open_messages == 1
-        message.release()
-        with pytest.raises(LeaseMisuse):
-            message.release()
-        with pytest.raises(LeaseMisuse):
-            _ = message.buffers
-
     def test_slow_receiver_bounds_the_sender(self, small_ends: tuple[Channel, Channel]) -> None:
         """A peer that does not receive stops the sender; memory stays bounded, and it resumes."""
         client, server = small_ends
@@ -238,7 +248,7 @@ class ChannelConformance:
             sent.result(WAIT_S)
 
     def test_everything_may_be_held_and_released_at_once(self, ends: tuple[Channel, Channel]) -> None:
-        """A receiver may hold a whole window and release it while the sender does nothing."""
+        """A receiver may hold a whole window and release it, each message once, while the sender does nothing."""
         client, server = ends
         window = FabricOptions().in_flight_messages
         for number in range(window):
@@ -247,6 +257,9 @@ class ChannelConformance:
         assert server.statistics().open_messages == window
         for message in reversed(held):
             message.release()
+        for misuse in (held[0].release, lambda: held[0].buffers):
+            with pytest.raises(LeaseMisuse):
+                misuse()
         client.send({"n": "next"}, [bytes(9_000)], timeout_s=WAIT_S)
         with server.recv(WAIT_S) as message:
             assert message.header == {"n": "next"}
@@ -262,19 +275,17 @@ class ChannelConformance:
         assert ends[1].statistics().recv_waits >= 1
 
     def test_too_large_is_refused_before_sending(self, small_ends: tuple[Channel, Channel]) -> None:
-        """A header, a buffer count or a payload over the limit is rejected and nothing is sent."""
+        """A header, a buffer count or a payload over the limit is rejected and nothing is sent; nor does a lease that
+        never fits wait."""
         client, server = small_ends
         for header, buffers in (({"x": "y" * 5_000}, []), ({}, [b""] * 17), ({}, [bytes(1 << 22)])):
             with pytest.raises(FrameTooLarge) as caught:
                 client.send(header, buffers)
             assert caught.value.channel_usable
+        with pytest.raises(PoolExhausted):
+            client.pool.acquire(SMALL.pool_bytes + 1, None)
         client.send({"n": 1})
         assert server.recv(WAIT_S).header == {"n": 1}
-
-    def test_pool_refuses_what_never_fits(self, small_ends: tuple[Channel, Channel]) -> None:
-        """A lease larger than the pool is rejected at once, even by the call that waits."""
-        with pytest.raises(PoolExhausted):
-            small_ends[0].pool.acquire(SMALL.pool_bytes + 1, None)
 
     @pytest.mark.parametrize("header", [{"x": {1, 2}}, {"x": math.inf}, {3: 4}, ["no", "object"], _ENDLESS], ids=str)
     def test_bad_header_is_refused(self, ends: tuple[Channel, Channel], header: object) -> None:
@@ -305,13 +316,8 @@ class ChannelConformance:
     def test_close_wakes_a_waiting_sender(self, small_ends: tuple[Channel, Channel]) -> None:
         """A `send` that waits for the peer ends when either side closes."""
         client, server = small_ends
-
-        def fill() -> None:
-            while True:
-                client.send({}, [bytes(200_000)])
-
         with ThreadPoolExecutor(1) as threads:
-            filling = threads.submit(fill)
+            filling = threads.submit(fill, client)
             assert eventually(lambda: client.statistics().send_waits > 0)
             server.close()
             assert isinstance(filling.exception(WAIT_S), Exception)
@@ -329,11 +335,3 @@ class ChannelConformance:
         assert bytes(ends[1].recv(WAIT_S).buffers[0]) == b"y" * 10
         with pytest.raises(PeerClosed):
             ends[1].recv(WAIT_S)
-
-    def test_statistics_count_messages_and_bytes(self, ends: tuple[Channel, Channel]) -> None:
-        """On both sides."""
-        ends[0].send({}, [b"12345", b"678"])
-        ends[1].recv(WAIT_S).release()
-        sent, received = ends[0].statistics(), ends[1].statistics()
-        assert (sent.messages_sent, sent.bytes_sent) == (1, 8)
-        assert (received.messages_received, received.bytes_received, received.open_messages) == (1, 8, 0)

@@ -35,7 +35,7 @@ from plait_fabric.transport import acceptor
 from plait_fabric.transport.auth import CHALLENGE_BYTES, RESPONSE_BYTES
 from plait_fabric.transport.frames import FrameKind, pack_head
 from plait_fabric.values import Address, FabricOptions
-from suites.fabric_channel import SECRET, SOON_S, WAIT_S, eventually
+from suites.fabric_channel import SECRET, SOON_S, WAIT_S, eventually, fill
 from suites.fabric_raw import flood, hold, raw_ends
 
 __all__ = ["ListenerConformance", "ProcessConformance"]
@@ -84,27 +84,20 @@ class ListenerConformance:
             with connect(listener.address, secret=SECRET, timeout_s=WAIT_S), listener.accept(WAIT_S) as server:
                 assert not server.closed
 
-    def test_weak_secret_is_refused(self, address: str) -> None:
-        """A secret of fewer than 16 bytes is rejected by both sides before anything is opened."""
+    def test_an_address_is_used_once_and_with_a_secret(self, address: str) -> None:
+        """A second listener at an address is rejected; after `close` nobody listens there, which a client hears at
+        once, and the address is free again. A secret of fewer than 16 bytes is rejected before anything is opened."""
         for call in (listen, connect):
             with pytest.raises(WeakSecret):
                 call(address, secret=b"short")
-
-    def test_address_in_use_and_reuse(self, address: str) -> None:
-        """A second listener at an address is rejected; after `close` the address is free again."""
         with listen(address, secret=SECRET) as listener:
             bound = listener.address
             with pytest.raises(AddressInUse):
                 listen(bound, secret=SECRET)
-        with listen(bound, secret=SECRET) as listener:
-            assert listener.address == bound
-
-    def test_nobody_listens(self, address: str) -> None:
-        """Connecting where nothing listens fails at once with an error that says so."""
-        with listen(address, secret=SECRET) as listener:
-            bound = listener.address
         with pytest.raises(Unreachable):
             connect(bound, secret=SECRET, timeout_s=WAIT_S)
+        with listen(bound, secret=SECRET) as listener:
+            assert listener.address == bound
 
 
 class ProcessConformance:
@@ -144,17 +137,15 @@ class ProcessConformance:
 
     def test_killed_peer_wakes_a_waiting_sender(self, listener: Listener) -> None:
         """kill -9 of a peer that does not receive ends a waiting `send` with `PeerLost` at once."""
-        with spawned_peer(hold, listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
-
-            def fill() -> None:
-                while True:
-                    channel.send({}, [bytes(4_000_000)])
-
-            with ThreadPoolExecutor(1) as threads:
-                filling = threads.submit(fill)
-                assert eventually(lambda: channel.statistics().send_waits > 0)
-                process.kill()
-                assert isinstance(filling.exception(WAIT_S), PeerLost)
+        with (
+            spawned_peer(hold, listener.address, SECRET) as process,
+            listener.accept(WAIT_S) as channel,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            filling = threads.submit(fill, channel)
+            assert eventually(lambda: channel.statistics().send_waits > 0)
+            process.kill()
+            assert isinstance(filling.exception(WAIT_S), PeerLost)
 
     def test_killed_in_mid_flood(self, listener: Listener) -> None:
         """A peer killed while it sends loses at most what was in flight: no torn message arrives."""
@@ -172,10 +163,10 @@ class ProcessConformance:
             assert expected > 20
 
     def test_unauthenticated_clients_do_not_block_the_listener(
-        self, address: str, monkeypatch: pytest.MonkeyPatch
+        self, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Unauthenticated clients that stay silent, send garbage or vanish are dropped; a valid peer connects
-        meanwhile."""
+        """Unauthenticated clients that stay silent, send garbage or vanish are dropped, which is logged; a valid peer
+        connects meanwhile."""
         now_s = [0.0]
         monkeypatch.setattr(acceptor, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
         options = FabricOptions(handshake_timeout_s=0.5)
@@ -192,6 +183,8 @@ class ProcessConformance:
             clients[0].settimeout(WAIT_S)
             assert len(clients[0].recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
             assert clients[0].recv(1) == b""
+        assert caplog.text.count("dropped a connection") == 6
+        assert "no handshake within" in caplog.text
 
     def test_a_crowd_of_silent_clients(self, address: str) -> None:
         """With more silent clients than places, the oldest are dropped and a valid peer connects at once."""
@@ -216,18 +209,16 @@ class ProcessConformance:
         ("frame", "error"),
         [
             (b"\x80\x04\x95 a pickle, say, and some more", ProtocolViolation),
-            (os.urandom(64), ProtocolViolation),
             (pack_head(FrameKind.MESSAGE, b"", b"", buffers=0, payload_bytes=1 << 60), FrameTooLarge),
             (b"PLT1\x01\x00\x00\x00\xff\xff\xff\xff" + bytes(12), FrameTooLarge),
             (b"PLT1\x09" + bytes(19), ProtocolViolation),
-            (pack_head(FrameKind.MESSAGE, b"[1]", b"", buffers=0, payload_bytes=0), ProtocolViolation),
             (pack_head(FrameKind.MESSAGE, b"[" * 60_000, b"", buffers=0, payload_bytes=0), ProtocolViolation),
             (pack_head(FrameKind.MESSAGE, b'{"x":NaN}', b"", buffers=0, payload_bytes=0), ProtocolViolation),
             (pack_head(FrameKind.MESSAGE, b"{}", bytes(8), buffers=1, payload_bytes=99), ProtocolViolation),
             (pack_head(FrameKind.SHARED, b"{}", b"\xff" * 24, buffers=1, payload_bytes=9), ProtocolViolation),
             (pack_head(FrameKind.GOODBYE, b"{}", b"", buffers=0, payload_bytes=0), ProtocolViolation),
         ],
-        ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place", "goodbye"],
+        ids=["pickle", "payload", "header", "kind", "deep", "nan", "sum", "place", "goodbye"],
     )
     def test_garbage_after_the_handshake(self, address: str, frame: bytes, error: type[FabricError]) -> None:
         """An authenticated peer that sends garbage is disconnected before anything is allocated for it."""

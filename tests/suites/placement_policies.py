@@ -102,7 +102,7 @@ class PolicyContract:
         Policies that draw are exempt: their draws differ.
         """
         state = ClusterState(sample_nodes())
-        tasks = sample_tasks(150, 6)
+        tasks = sample_tasks(80, 6)
         classes = classes_of(tasks)
         policy, rng = make(classes, 0), np.random.default_rng(6)
         held: list[tuple[Task, TaskPlacement]] = []

@@ -14,7 +14,7 @@ from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_disagg.workers.shard import ShardWorker
-from plait_fabric import Channel, connect, listen, new_secret
+from plait_fabric import Channel, Listener, connect, listen, new_secret
 from plait_fabric.errors import FabricError
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
@@ -49,10 +49,11 @@ def shard(
     held: HeldPieces | None = None,
     address: str = "",
     secret: bytes = SECRET,
+    listener: Listener | None = None,
 ) -> ShardWorker:
     """One of those shards, listening at a name of this process unless told otherwise."""
     weights = make_weights() if weights is None else weights
-    listener = listen(address or f"inproc://shard-{next(_numbers)}", secret=secret)
+    listener = listener or listen(address or f"inproc://shard-{next(_numbers)}", secret=secret)
     pieces = held or held_by(two_pieces(weights), weights)[number]
     return ShardWorker(who(number, weights), pieces, [listener], version="1")
 

@@ -72,14 +72,10 @@ def cut_problems(draw: st.DrawFn) -> CutProblem:
     )
 
 
-def crossing_bytes(problem: CutProblem, cn_nodes: frozenset[str]) -> int:
-    """The bytes that cross for one request."""
-    return sum(problem.value_bytes[name] for name in crossing_values(problem.program, cn_nodes))
-
-
 def cost_s(problem: CutProblem, cn_nodes: frozenset[str]) -> float:
     """What one cut costs, as `graph.cut` says. Raises `BadCut` if it is not allowed."""
     check_cut(problem.program, cn_nodes)
     computing_s = sum(problem.cn_s[name] for name in cn_nodes)
     computing_s += sum(problem.hn_s[name] for name in problem.hn_s.keys() - cn_nodes)
-    return computing_s + crossing_bytes(problem, cn_nodes) / problem.link_bytes_per_s
+    crossing_bytes = sum(problem.value_bytes[name] for name in crossing_values(problem.program, cn_nodes))
+    return computing_s + crossing_bytes / problem.link_bytes_per_s

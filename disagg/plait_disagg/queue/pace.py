@@ -20,7 +20,7 @@ _SPREAD = 0.05
 """The min spread of batch sizes, as a share of the mean number of rows: batches that differ less carry no
 information about the slope."""
 
-MIN_MARGIN, _MAX_MARGIN = 1.25, 3.0
+_MIN_MARGIN, _MAX_MARGIN = 1.25, 3.0
 """How much longer than forecast an answer may take. In simulated overload (up to four times the capacity, batch times
 that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
 
@@ -39,13 +39,12 @@ class Pace:
     All may read; they see a forecast that may be one batch old.
     """
 
-    def __init__(self, *, max_margin: float = _MAX_MARGIN) -> None:
-        """Know nothing yet. `max_margin`: how careful late answers may make it."""
-        self._max_margin = max_margin
+    def __init__(self) -> None:
+        """Know nothing yet."""
         self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
         self._fixed_s = self._row_s = 0.0
         self.after_s = 0.0
-        self.margin = MIN_MARGIN
+        self.margin = _MIN_MARGIN
 
     def batch_s(self, rows: float) -> float:
         """Return how long a batch of `rows` occupies the worker; 0 before anything is known, which rejects nothing."""
@@ -76,7 +75,7 @@ class Pace:
 
     def saw_end(self, *, in_time: bool) -> None:
         """Record that an accepted request with a deadline was answered, or that nobody is waiting for it any more."""
-        self.margin = min(self._max_margin, max(MIN_MARGIN, self.margin * (_IN_TIME if in_time else _LATE)))
+        self.margin = min(_MAX_MARGIN, max(_MIN_MARGIN, self.margin * (_IN_TIME if in_time else _LATE)))
 
     def _fit(self) -> None:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight

@@ -32,13 +32,10 @@ def test_the_product_stops_multiplying_where_it_is_larger():
 
 
 def test_integers_have_a_size():
-    """The longest of 64 bits is read; longer ones are named and never become numbers. Floats are as ever."""
+    """The longest of 64 bits is read; longer ones are named and never become numbers. Floats are as ever, and objects
+    may be made by the caller."""
+    assert load_json('{"a": 1, "a": 2}', pairs=list) == [("a", 1), ("a", 2)]
     assert load_json(f"[{2**63 - 1}, {-(2**63)}, 1.5, 1e30]") == [2**63 - 1, -(2**63), 1.5, 1e30]
     for digits in (MAX_DIGITS + 1, 4_300, 1_000_000):
         with pytest.raises(ValueError, match=rf"the integer 9{{{MAX_DIGITS}}}\.\.\. has {digits} digits"):
             load_json(f'{{"shape": [{"9" * digits}]}}')
-
-
-def test_objects_may_be_made_by_the_caller():
-    """As with `object_pairs_hook`."""
-    assert load_json('{"a": 1, "a": 2}', pairs=list) == [("a", 1), ("a", 2)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from collections.abc import Iterator
 
-from plait_disagg.request_log import MAX_REQUESTS, add_requests, on_behalf_of, requests_at_hand, work_for
+from plait_disagg.request_log import MAX_REQUESTS, add_requests, on_behalf_of, requests_at_hand
 
 
 def line(message: str) -> str:
@@ -26,26 +24,6 @@ def test_a_line_names_the_requests_at_hand_and_no_others() -> None:
             assert line("it failed") == "it failed [third]"
         assert requests_at_hand() == ["first", "second"]
     assert line("it failed") == "it failed"
-
-
-def test_threads_and_tasks_have_their_own() -> None:
-    """Who begins has none; a task's stay with it."""
-    told: list[str] = []
-
-    async def task(name: str) -> str:
-        work_for(lambda: (name,))
-        await asyncio.sleep(0)
-        return line("x")
-
-    async def tasks() -> list[str]:
-        return [*await asyncio.gather(task("a1"), task("a2")), line("x")]
-
-    with on_behalf_of(lambda: ("mine",)):
-        thread = threading.Thread(target=lambda: told.append(line("x")))
-        thread.start()
-        thread.join()
-    assert told == ["x"]
-    assert asyncio.run(tasks()) == ["x [a1]", "x [a2]", "x"]
 
 
 def test_ids_are_read_for_a_line_only_and_of_a_large_batch_not_all() -> None:

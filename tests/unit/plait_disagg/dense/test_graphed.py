@@ -16,7 +16,7 @@ from support.dense import PackagedConfiguration
 BATCHES = ((1,), (3,), (7,), (5, 1, 20), (64,), (30, 30, 3), (3,), (7,), (5, 2, 19))
 
 
-@pytest.fixture(scope="module", params=["rm1", "two-tower", "din"])
+@pytest.fixture(scope="module", params=["two-tower", "din"])
 def configuration(request, tmp_path_factory) -> PackagedConfiguration:
     """A packaged one."""
     return PackagedConfiguration(request.param, tmp_path_factory.mktemp("graphed") / request.param)

@@ -43,14 +43,11 @@ def test_rows_that_outweigh_the_request_are_named():
 
 
 def test_a_users_input_sent_for_every_candidate_is_named_with_the_operator():
-    """What repeats the user's values over the candidates before they cross is said, with what it joins."""
+    """What repeats the user's values over the candidates before they cross is said, with what it joins. A cut behind
+    the sums of the rows, which are fewer bytes than their ids, needs no words."""
     first, *_ = advised(on_cn=("plait.tile", "aten.mul.Tensor"))
     assert "crosses for every candidate (640 bytes)" in first
     assert "the user's user, age" in first
     assert "aten.mul.Tensor" in first
-
-
-def test_a_cut_without_anything_odd_needs_no_words():
-    """Sums of the rows are fewer bytes than their ids."""
     summed = [f"aten.{op}" for op in ("mul.Tensor", "relu.default", "sum.dim_IntList", "squeeze.dim", "add.Tensor")]
     assert advised(on_cn=("plait.tile", *summed))[1:] == ()

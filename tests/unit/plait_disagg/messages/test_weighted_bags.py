@@ -12,7 +12,6 @@ from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Bag, Ids
 from plait_disagg.graph.sample_inputs import sample
 from plait_disagg.messages.check import check_request
-from plait_disagg.messages.layout import layout_of_inputs
 from plait_disagg.values import ModelCard
 from plait_serving.http.ranking.describe import example, metadata
 from plait_serving.http.ranking.recommend import arrays_of
@@ -20,12 +19,6 @@ from plait_serving.ranking.inputs import Binder
 
 INPUTS = (Bag("seen", "user", weighted=True), Ids("item"), Bag("tags", weighted=True, largest=5))
 CARD = ModelCard(name="m", version="1", inputs=INPUTS, outputs={"score": ()}, id_rows={"seen": 20, "item": 20})
-
-
-def test_a_requests_layout_has_room_for_them():
-    """A float32 for each id, however many."""
-    parts = {part.name: part for part in layout_of_inputs(INPUTS).parts}
-    assert (parts["tags_weights"].code, parts["tags_weights"].rows) == ("f4", "f")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.table, self.places = nn.Embedding(40, 8), nn.Embedding(6, 8)
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.batch_first = batch_first
 
     def forward(self, *, history, item):
@@ -228,7 +228,9 @@ def test_every_model_is_packaged_and_sends_what_a_cut_by_hand_would(kind, tmp_pa
     "make",
     [
         partial(Transformer, batch_first=False),
-        *(partial(Recurrent, kind, batch_first=first) for kind in (nn.GRU, nn.LSTM, nn.RNN) for first in (False, True)),
+        partial(Recurrent, nn.GRU, batch_first=False),
+        partial(Recurrent, nn.LSTM),
+        partial(Recurrent, nn.RNN, batch_first=False),
     ],
 )
 def test_rows_may_stand_behind_the_steps(make):

@@ -97,12 +97,13 @@ class TestRoundTrip:
         found = scores(open_package(folder), *requests)
         torch.testing.assert_close(found, wanted(*requests, candidates=sizes), rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize("candidates", [1, 5, 64])
-    def test_without_tiling_they_have_its_bits(self, tmp_path, candidates):
+    def test_without_tiling_they_have_its_bits(self, tmp_path):
         """Bit for bit: a user who must reproduce scores can."""
         write_package(tmp_path / "exact", model(), INPUTS, name="exact", options=PackageOptions(tile=False))
-        request = some_request(candidates)
-        assert torch.equal(scores(open_package(tmp_path / "exact"), request), wanted(request, candidates=[candidates]))
+        package = open_package(tmp_path / "exact")
+        for candidates in (1, 5, 64):
+            request = some_request(candidates)
+            assert torch.equal(scores(package, request), wanted(request, candidates=[candidates]))
 
     @pytest.mark.parametrize("asks", ["user", "item"])
     def test_attention_then_transpose_and_view(self, tmp_path, asks):
@@ -126,16 +127,19 @@ class TestRoundTrip:
         module = Attends().eval()
         write_package(tmp_path / "p", module, inputs, name="p")  # where halves that score otherwise are refused
 
-    def test_an_input_may_be_an_output(self, tmp_path):
-        """As it came: models return what their callers log beside the scores."""
+    def test_an_output_may_have_any_name_and_be_an_input(self, tmp_path):
+        """As it came: models return what their callers log beside the scores. Workers tell each other of any name."""
+        name = "P(click | item), %"
 
         class Echoes(Model):
             def forward(self, **inputs):
-                return {**super().forward(**inputs), "year": inputs["year"]}
+                return {name: super().forward(**inputs)["scores"], "year": inputs["year"]}
 
         manifest = write_package(tmp_path / "p", Echoes().eval(), INPUTS, name="p")
-        assert manifest.outputs == {"scores": (), "year": (1,)}
-        assert open_package(tmp_path / "p").card().outputs == manifest.outputs
+        assert manifest.outputs == {name: (), "year": (1,)}
+        card = open_package(tmp_path / "p").card()
+        assert card.outputs == manifest.outputs
+        assert [output.name for output in layouts_of(card).outputs.parts] == [name, "year"]
 
     def test_the_card_tells_what_a_client_needs(self, folder):
         """Inputs, outputs, and the rows behind each id input, the smallest where several tables are fed."""
@@ -143,12 +147,6 @@ class TestRoundTrip:
         assert (card.name, card.inputs, card.mode) == ("small", INPUTS, "split")
         assert card.outputs == {"scores": ()}
         assert card.id_rows == {"liked": GENRES, "genres": GENRES, "item": ITEMS}
-
-    def test_an_output_may_have_any_name(self, tmp_path):
-        """Workers tell each other of it, whatever is in it."""
-        write_package(tmp_path / "p", named("P(click | item), %"), INPUTS, name="p")
-        (output,) = layouts_of(open_package(tmp_path / "p").card()).outputs.parts
-        assert output.name == "P(click | item), %"
 
     def test_ids_that_a_table_takes_in_are_not_refused_before(self, tmp_path):
         """With the policy clip an id beyond the table is the last row, of a known item too."""
@@ -171,7 +169,8 @@ class TestRefusals:
             write_package(tmp_path / "p", model(), INPUTS, name=name)
 
     def test_what_could_not_be_served_is_not_packaged(self, tmp_path):
-        """A number that is none is named by its tensor, an output without a name is told, and so is a version."""
+        """A number that is none is named by its tensor, an output without a name is told, and so are a version and a
+        cutter."""
         spoilt = model()
         with torch.no_grad():
             spoilt.items.weight[3] = torch.nan
@@ -184,6 +183,8 @@ class TestRefusals:
             write_package(tmp_path / "a", named("a;b"), INPUTS, name="a")
         with pytest.raises(PackageError, match=r"the version '../x' must match"):
             write_package(tmp_path / "a", model(), INPUTS, name="a", options=PackageOptions(version="../x"))
+        with pytest.raises(PackageError, match="no cutter 'best'; there are mincut, prism"):
+            write_package(tmp_path / "a", model(), INPUTS, name="a", options=PackageOptions(cutter="best"))
         assert list(tmp_path.iterdir()) == []
 
     def test_a_model_that_workers_could_not_tell_each_other_of_is_not_packaged(self, tmp_path, monkeypatch):
@@ -192,11 +193,6 @@ class TestRefusals:
         with pytest.raises(PackageError, match=r"with 5 inputs: 5\d\d header bytes are over .* can be one input"):
             write_package(tmp_path / "p", model(), INPUTS, name="p")
         assert list(tmp_path.iterdir()) == []
-
-    def test_an_unknown_cutter_is_named(self, tmp_path):
-        """With those that there are."""
-        with pytest.raises(PackageError, match="no cutter 'best'; there are mincut, prism"):
-            write_package(tmp_path / "p", model(), INPUTS, name="p", options=PackageOptions(cutter="best"))
 
     def test_shards_that_do_not_fit_are_refused(self, parts):
         """The sentence has the bytes, the shards, and what to change."""
@@ -214,16 +210,13 @@ class TestRefusals:
 
     @pytest.mark.parametrize("file", ["package.json", "cn.json", "tables.safetensors"])
     def test_a_missing_file_is_named(self, copy, file):
-        """Half a copy is no package."""
+        """Half a copy is no package; tables have no check sum, but a header that must fit."""
+        content = (copy / file).read_bytes()
         (copy / file).unlink()
         with pytest.raises(PackageError, match=file):
             open_package(copy)
-
-    def test_a_truncated_table_is_found_when_it_is_opened(self, copy):
-        """Tables have no check sum, but a header that must fit."""
-        path = copy / "tables.safetensors"
-        path.write_bytes(path.read_bytes()[:-8])
-        with pytest.raises(PackageError, match=r"tables\.safetensors"):
+        (copy / file).write_bytes(content[:-8])
+        with pytest.raises(PackageError, match=file):
             open_package(copy).sparse()
 
     @pytest.mark.parametrize(
@@ -235,20 +228,14 @@ class TestRefusals:
             ({"bounds": 3}, "bounds|object"),
             ({"cut": {}}, "cutter is missing"),
             ({"files": {"../../etc/passwd": "0"}}, "missing"),
+            ({"files": {}}, "not listed"),
         ],
     )
     def test_a_foreign_manifest_is_refused(self, copy, change, says):
-        """It names the field; a path cannot leave the folder."""
+        """It names the field; a path cannot leave the folder, and check sums cannot be taken out."""
         path = copy / "package.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
         with pytest.raises(PackageError, match=says):
-            open_package(copy)
-
-    def test_a_manifest_without_check_sums_is_refused(self, copy):
-        """Else they could simply be taken out."""
-        path = copy / "package.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
-        with pytest.raises(PackageError, match="not listed"):
             open_package(copy)
 
 
@@ -284,7 +271,6 @@ class TestItems:
             ({"item": torch.zeros(4, dtype=torch.int64)}, "disagree"),
             ({"year": torch.zeros(5, 2)}, "year has rows of shape"),
             ({"year": torch.zeros(5, 1, dtype=torch.float64)}, "year is torch.float64"),
-            ({"year": torch.zeros(5, 1).numpy()}, "year is ndarray, not a torch.Tensor"),
             ({"genres_offsets": torch.tensor([0, 3, 1, 9, 9, 9])}, "genres_offsets must go from 0"),
             ({"genres_weights": torch.ones(1)}, "genres_weights must have a float32 for each"),
         ],
@@ -370,12 +356,9 @@ class TestItems:
                 StoredItems(Items(features=features(), names=names), INPUTS)
 
     def test_a_bag_that_is_too_long_is_told_as_such(self):
-        """With the item and the bound that its input declares."""
+        """With the item and the bound that its input declares. A shape may be a list."""
+        assert len(StoredItems(Items(features={"parts": torch.zeros(3, 2).long()}), [Ids("parts", shape=[2])])) == 3
         bags = {"tags": torch.zeros(6, dtype=torch.int64), "tags_offsets": torch.tensor([0, 1, 6])}
         assert len(StoredItems(Items(features=bags), [Bag("tags", largest=5)])) == 2
         with pytest.raises(ValueError, match="item 1 has 5 ids in tags; this input takes at most 4"):
             StoredItems(Items(features=bags), [Bag("tags", largest=4)])
-
-    def test_a_shape_may_be_a_list(self):
-        """As it may where nothing is known of the items."""
-        assert len(StoredItems(Items(features={"parts": torch.zeros(3, 2).long()}), [Ids("parts", shape=[2])])) == 3

@@ -12,15 +12,15 @@ from fakes.queued_item import QueuedItem
 from plait_disagg.errors import Busy, DeadlinePassed
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.order import PATIENCE_S, Downstream, WaitQueue, too_late
-from plait_disagg.queue.pace import MIN_MARGIN, Pace
+from plait_disagg.queue.pace import Pace
 
 DEADLINE_S = 0.05
 
 
-def good_ones(knobs, *, rate_per_s, fixed_s, row_s, rows, seconds, later_s=0.0, **limits) -> int:
+def good_ones(knobs, *, rate_per_s, fixed_s, row_s, rows, seconds, later_s=0.0) -> int:
     """Serves ``seconds`` of arrivals and counts those that were answered by their deadline. A batch takes ``fixed_s +
     rows * row_s``, times 1 to 1.5. Answers are there up to ``later_s`` after it, which nobody forecasts."""
-    chance, pace, good = random.Random(0), Pace(**limits), 0
+    chance, pace, good = random.Random(0), Pace(), 0
     waiting: WaitQueue[QueuedItem] = WaitQueue(knobs, pace)
     coming, moment_s = deque[QueuedItem](), chance.expovariate(rate_per_s)
     while moment_s < seconds:
@@ -72,18 +72,15 @@ def _pace(batch_s: float) -> Pace:
         (0.001, 1.0, 1, 2, 8, [3, 3]),
         (0.001, 1.0, 1, 9, 36, [1, 1, 1, 1, 1, 1]),
         (0.001, 1.0, 1, 1, 4, [6]),
-        (0.001, 1.0, 1, 0, 0, [6]),
         (0.001, 0.0015, 1, 9, 36, [6]),
         (0.01, 0.01, 1, 1, 4, [3, 3]),
         (0.01, 0.001, 1, 1, 4, [6]),
-        (0.001, 0.01, 1, 1, 4, [6]),
         (0.0, 0.01, 1, 1, 4, [6]),
         (0.01, 0.01, 2, 1, 4, [6]),
         (0.01, 0.01, 1, 1, 1, [6]),
     ],
     ids=[
-        "two", "many", "one", "all-busy", "slow-to-hand-out", "both-long", "short-there", "short-here", "unknown",
-        "threads", "window",
+        "two", "many", "one", "slow-to-hand-out", "both-long", "short-there", "unknown", "threads", "window",
     ],
 )  # fmt: skip
 def test_what_waits_is_shared_out_among_those_who_could_work(own_s, after_s, threads, idle, room, sizes) -> None:
@@ -241,18 +238,10 @@ def test_goodput_holds_in_overload_and_collapses_without(row_s: float, rows: int
 
 
 def test_goodput_holds_where_answers_are_later_than_any_forecast() -> None:
-    """Up to 30 of the 50 ms pass where the worker cannot see it. Those who came late make it more careful; with a
-    fixed margin a quarter of the goodput is lost."""
-
-    def good(load: float, **limits: float) -> int:
-        work = {"fixed_s": 5e-4, "row_s": 1.2e-5, "rows": 512}
-        return good_ones(ON, rate_per_s=load * 120, seconds=10.0, later_s=0.03, **work, **limits)
-
-    loads = (0.8, 1.0, 2.0, 4.0)
-    learned = [good(load) for load in loads]
-    assert min(learned[2:]) > 0.9 * max(learned)
-    fixed = [good(load, max_margin=MIN_MARGIN) for load in loads]
-    assert max(fixed[2:]) < 0.75 * max(fixed)
+    """Up to 30 of the 50 ms pass where the worker cannot see it: those who came late make it more careful."""
+    work = {"fixed_s": 5e-4, "row_s": 1.2e-5, "rows": 512, "seconds": 10.0, "later_s": 0.03}
+    good = [good_ones(ON, rate_per_s=load * 120, **work) for load in (0.8, 1.0, 2.0, 4.0)]
+    assert min(good[2:]) > 0.9 * max(good)
 
 
 def test_the_forecast_follows_the_worker_and_not_one_stall() -> None:

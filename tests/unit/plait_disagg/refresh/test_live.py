@@ -135,11 +135,6 @@ class TestMaking:
         assert (made.base, made.version, list(made.rows), dict(made.constants)) == ("2", "3", ["items"], {})
         assert made.rows["items"].ids.tolist() == [7]
 
-    def test_the_same_weights_make_no_update(self, package):
-        """And say so."""
-        with pytest.raises(BadUpdate, match="has the weights"):
-            make_update(package.folder, kit.module(), version="2")
-
     def test_another_model_makes_no_update(self, package):
         """Its rows and weights may even have the same shapes."""
 
@@ -151,7 +146,10 @@ class TestMaking:
             make_update(package.folder, Other().eval(), version="2")
 
     def test_what_could_not_be_published_is_not_made(self, package):
-        """More rows than the package has, a number that is none, the version that is served: each named."""
+        """The weights of now, more rows than the package has, a number that is none, the version that is served: each
+        named."""
+        with pytest.raises(BadUpdate, match="has the weights"):
+            make_update(package.folder, kit.module(), version="2")
         grown = kit.module(6)
         grown.items = torch.nn.Embedding(grown.items.num_embeddings + 3, grown.items.embedding_dim)
         with pytest.raises(BadUpdate, match=r"table items: is \(\d+, \d+\), the package's .*package the model anew"):
@@ -312,12 +310,6 @@ class TestPublishing:
         with pytest.raises(Exception, match="dense versions"):
             await served.rank(0)
 
-    def test_one_publisher_at_a_time(self, package, update):
-        """The second is told to come again."""
-        with Journal(package.folder).locked(), pytest.raises(NotPublished, match="another update"):
-            publish(package, update, ())
-        assert publish(package, update, ()) == "2"
-
     def test_a_version_is_never_used_twice(self, package, tmp_path):
         """The same update again is no error; another one under its name is; so is one that goes on from before."""
         published(package, tmp_path, "2")
@@ -330,10 +322,13 @@ class TestPublishing:
             publish(package, stale, ())
 
     def test_a_crash_while_storing_leaves_the_old_version(self, package, update):
-        """A half copied update, and one that was copied and not listed, are nothing; the next attempt replaces them."""
+        """A half copied update, and one that was copied and not listed, are nothing; the next attempt replaces them.
+        Who comes while another publishes is told to come again."""
         for leftover in (".2.partial", "2"):
             (package.folder / "updates" / leftover).mkdir(parents=True)
         assert open_live(package.folder, sparse=True, dense=True).version == "1"
+        with Journal(package.folder).locked(), pytest.raises(NotPublished, match="another update"):
+            publish(package, update, ())
         assert publish(package, update, ()) == "2"
         assert Journal(package.folder).versions() == ("2",)
 
@@ -401,29 +396,21 @@ class TestClients:
         assert served.cores[0].metrics()["cache_hits_total"] > metrics["cache_hits_total"]
 
 
-class TestBetween:
-    def test_no_change_is_made_inside_a_batch(self):
-        """It waits, and is made before the next batch, though batches follow each other without a pause."""
-        between, log = BatchBoundary(), []
-        with between.batch():
-            thread = threading.Thread(target=between.change, args=(lambda: log.append("change"),))
-            thread.start()
-            while not between._waiting:
-                pass
-            log.append("batch")
-        with between.batch():
-            log.append("next")
-        thread.join()
-        assert log == ["batch", "change", "next"]
-
-    def test_what_a_change_raises_comes_back(self):
-        """To the one who wanted it, and to nobody else."""
-        between = BatchBoundary()
-
-        def fail() -> None:
-            raise ValueError("no")
-
-        with pytest.raises(ValueError, match="no"):
-            between.change(fail)
-        with between.batch():
+def test_no_change_is_made_inside_a_batch():
+    """It waits, and is made before the next batch, though batches follow each other without a pause. What it raises
+    comes back to the one who wanted it, and to nobody else."""
+    between, log = BatchBoundary(), []
+    with between.batch():
+        thread = threading.Thread(target=between.change, args=(lambda: log.append("change"),))
+        thread.start()
+        while not between._waiting:
             pass
+        log.append("batch")
+    with between.batch():
+        log.append("next")
+    thread.join()
+    assert log == ["batch", "change", "next"]
+    with pytest.raises(ZeroDivisionError):
+        between.change(lambda: 1 / 0)
+    with between.batch():
+        pass

@@ -48,13 +48,17 @@ def test_lookups_are_told_apart_by_what_they_are():
 
 
 @pytest.mark.parametrize("mode", ["sum", "rows"])
-def test_the_asks_are_left_as_they_were(mode: str):
-    """Ids and offsets belong to the caller: even those of one ask alone are not shifted in place."""
-    ask = make_ask("t3", mode, [[5, 6], [7]])
+def test_asks_and_answers_are_the_callers(mode: str):
+    """Ids and offsets, even those of one ask alone, are not shifted in place; an answer is not written over by a later
+    lookup."""
+    tables, ask = make_tables(), make_ask("t3", mode, [[5, 6], [7]])
     before = ask.ids.clone(), None if ask.offsets is None else ask.offsets.clone()
-    make_tables().lookup([ask])
+    first = tables.lookup([ask])[0]
+    kept = first.clone()
     assert torch.equal(ask.ids, before[0])
     assert ask.offsets is None or torch.equal(ask.offsets, before[1])
+    tables.lookup([make_ask("t3", mode, [[1, 2], [3]])])
+    assert torch.equal(first, kept)
 
 
 @pytest.mark.parametrize("requests", [1, 2, 5])
@@ -92,15 +96,6 @@ def test_a_bad_id_of_a_later_request_is_named():
             make_tables().lookup_bags([parts])
 
 
-def test_answers_stay_when_the_next_is_asked():
-    """An answer is not written over by a later lookup."""
-    tables, ask = make_tables(), make_ask("t3", "sum", [[5, 6], [7]])
-    first = tables.lookup([ask])[0]
-    kept = first.clone()
-    tables.lookup([make_ask("t3", "sum", [[1, 2], [3]])])
-    assert torch.equal(first, kept)
-
-
 GOOD = make_ask("t1", "sum", [[1, 2], [3]])
 
 
@@ -131,9 +126,6 @@ def test_asks_that_do_not_fit_are_refused(bad: LookupRequest, says: str):
 
 
 def test_hashing_is_fixed():
-    """The hash is part of a trained model: its values do not change."""
-    assert hash_ids(torch.tensor([0, 1, -1, 2**63 - 1]).numpy(), 1000).tolist() == HASHED
-
-
-HASHED = [535, 465, 936, 39]
-"""The first is the first output of SplitMix64 with seed 0, 0xE220A8397B1DCDAF, modulo 1,000."""
+    """The hash is part of a trained model: its values do not change. The first is the first output of SplitMix64 with
+    seed 0, 0xE220A8397B1DCDAF, modulo 1,000."""
+    assert hash_ids(torch.tensor([0, 1, -1, 2**63 - 1]).numpy(), 1000).tolist() == [535, 465, 936, 39]

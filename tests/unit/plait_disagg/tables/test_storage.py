@@ -140,19 +140,8 @@ def rewrite(path: Path, change: Change) -> None:
 
 
 def tensor(**fields: Any) -> Change:
-    """Other fields for the tensor float32_32, which comes first and is (7, 32); None takes a field away."""
-
-    def change(header: dict[str, Any]) -> None:
-        header["float32_32"].update(fields)
-        for name in [name for name, value in fields.items() if value is None]:
-            del header["float32_32"][name]
-
-    return change
-
-
-def metadata(**fields: Any) -> Change:
-    """Other metadata."""
-    return lambda header: header["__metadata__"].update(fields)
+    """Other fields for the tensor float32_32, which comes first and is (7, 32)."""
+    return lambda header: header["float32_32"].update(fields)
 
 
 def said(edit: Callable[[dict[str, Any]], Any]) -> Change:
@@ -169,22 +158,11 @@ def said(edit: Callable[[dict[str, Any]], Any]) -> Change:
 BROKEN: dict[str, tuple[Change, str]] = {
     "gap": (tensor(data_offsets=[8, 904]), "offset for tensor `float32_32`"),
     "overlap": (tensor(shape=[8, 32], data_offsets=[0, 1024]), "invalid offset for tensor"),
-    "negative": (tensor(data_offsets=[-8, 888]), "integer `-8`"),
     "past the end": (tensor(shape=[10**6, 32], data_offsets=[5000, 128_005_000]), "invalid offset"),
-    "a float": (tensor(shape=[7.0, 32]), "floating point `7.0`"),
-    "huge": (tensor(shape=[2**62, 2**62]), "overflow"),
     "many huge": (tensor(shape=[2**62] * 50_000), "overflow"),
     "long numbers": (tensor(shape=[10**4299] * 50), "number out of range"),
-    "no rows": (tensor(shape=[0, 32], data_offsets=[0, 0]), "invalid offset"),
-    "odd dtype": (tensor(dtype="BF16"), "data type"),
-    "dtype list": (tensor(dtype=["F32"]), "expected string"),
     "other dtype": (tensor(dtype="I32"), "not what its group says"),
-    "no dtype": (tensor(dtype=None), "missing field `dtype`"),
-    "a tensor is a number": (lambda header: header.update(float32_32=3), "integer `3`"),
-    "numbers beside": (metadata(x=1), "expected a string"),
-    "metadata list": (lambda header: header.update(__metadata__=[]), "expected a map"),
     "no tables": (lambda header: header.pop("__metadata__"), "plait.tables"),
-    "tables null": (metadata(**{"plait.tables": "null"}), "plait.tables"),
     "later version": (said(lambda data: data.update(version=2)), "version 2"),
     "no name": (said(lambda data: data["tables"][0].update(name=3)), "is not a name"),
     "odd policy": (said(lambda data: data["tables"][0].update(out_of_range="?")), "none of"),

@@ -11,22 +11,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fakes.number_service import SECRET, VERSION, WAIT_S, serving
-from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, Pool, PoolExhausted, connect, listen
+from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, Pool, PoolExhausted, connect
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
-from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_fabric.rpc.server import Peer
+from suites.fabric_channel import new_address
 from support.paused import pause
 from support.waiting import wait_for
 
@@ -55,16 +57,11 @@ class Question:
 def client_protocol(send_timeout_s: float = 1.0) -> ClientProtocol[Question]:
     """Greets a service of numbers; answers and losses reach the questions."""
 
-    def on_welcome(_: Connection[Question], payload: Mapping[str, Any]) -> None:
-        if fields.text(payload, "service") != "numbers":
-            raise fields.WireError(f"it serves {payload['service']}")
-
     def on_message(connection: Connection[Question], message: Message) -> None:
         with message:
             number, value = (fields.integer(message.header, name) for name in ("number", "value"))
         question = connection.take(number)
-        if question is None:
-            raise fields.WireError(f"an answer to {number}, which was not asked")
+        assert question is not None
         question.answers.append(value)
         question.done.set()
 
@@ -75,8 +72,8 @@ def client_protocol(send_timeout_s: float = 1.0) -> ClientProtocol[Question]:
 
     return ClientProtocol(
         version=VERSION,
-        hello={"service": "numbers"},
-        on_welcome=on_welcome,
+        hello={},
+        on_welcome=lambda *_: None,
         on_message=on_message,
         on_lost=on_lost,
         send_timeout_s=send_timeout_s,
@@ -105,13 +102,7 @@ QUICK = Backoff(first_s=0.01, max_s=0.05)
 @pytest.fixture(params=["inproc", "shm", "tcp"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Somewhere to listen, on each transport."""
-    return _address(request.param, tmp_path)
-
-
-def _address(scheme: str, folder: Path, name: str = "numbers") -> str:
-    return {"inproc": f"inproc://{folder.name}-{name}", "shm": f"shm://{folder}/{name}", "tcp": "tcp://127.0.0.1:0"}[
-        scheme
-    ]
+    return new_address(request.param, tmp_path)
 
 
 _open: list[Client[Question] | Connection[Question]] = []
@@ -150,47 +141,16 @@ def _attached(address: str, **options: float) -> Connection[Question]:
 
 
 def test_answers_find_their_calls_in_any_order(address: str) -> None:
-    """The last question is answered first; a server that numbers mix up would confuse nobody."""
-    with serving(address, doubles=False) as numbers:
+    """Those of four threads, of which the last one is answered first."""
+    with serving(address, doubles=False) as numbers, ThreadPoolExecutor(4) as threads:
         connection = _attached(numbers.address)
-        questions = [_ask(connection, value) for value in range(20)]
+        questions = list(threads.map(partial(_ask, connection), range(20)))
         assert connection.open_calls == 20
         waiting = [numbers.asked.get(timeout=WAIT_S) for _ in questions]
         for peer, number, value in reversed(waiting):
             peer.send({"number": number, "value": value + 100})
         assert [question.wait() for question in questions] == [value + 100 for value in range(20)]
         assert connection.open_calls == 0
-
-
-def test_many_threads_call_at_once(address: str) -> None:
-    """Each gets its own answers."""
-    with serving(address) as numbers:
-        client = _client(Fleet({"r": numbers.address}))
-        wait_for(lambda: client.up == 1)
-        wrong: list[int] = []
-
-        def ask(start: int) -> None:
-            wrong.extend(value for value in range(start, start + 50) if _ask(client, value).wait() != 2 * value)
-
-        threads = [threading.Thread(target=ask, args=(1_000 * number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert wrong == []
-
-
-def test_a_call_that_was_withdrawn_hears_nothing(address: str) -> None:
-    """Its number stays known, so a late answer can be told from nonsense."""
-    with serving(address, doubles=False) as numbers:
-        connection, question = _attached(numbers.address), Question(1)
-        number = connection.call(question, question.pack)
-        assert connection.withdraw(question) == number
-        assert connection.withdraw(question) is None
-        assert (connection.was_called(number), connection.was_called(number + 1)) == (True, False)
-        connection.close()
-        wait_for(lambda: not connection.up)
-        assert not question.done.is_set()
 
 
 def test_a_message_that_does_not_fit_costs_only_its_call(address: str) -> None:
@@ -219,7 +179,7 @@ def test_a_process_without_descriptors_connects_once_it_has_some_again(address: 
 
 def test_a_dial_that_raises_anything_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A bug in what looks for replicas is logged, and costs no connection its thread."""
-    with serving(_address("inproc", tmp_path)) as numbers:
+    with serving(new_address("inproc", tmp_path)) as numbers:
         fleet, failures = Fleet({"r": numbers.address}), iter([KeyError("a bug"), OSError(24, "Too many open files")])
 
         def dial(taken: frozenset[str]) -> ReplicaLink:
@@ -238,32 +198,13 @@ def test_a_dial_that_raises_anything_is_tried_again(tmp_path: Path, caplog: pyte
 def _no_descriptors() -> Iterator[None]:
     """This process can open nothing meanwhile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = [os.open(os.devnull, os.O_RDONLY)]
+    lowest = os.open(os.devnull, os.O_RDONLY)  # whatever is below it is open
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, hard))
-        with suppress(OSError):
-            while True:
-                held.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in held:
-            os.close(descriptor)
-
-
-# ---- greetings ------------------------------------------------------------------------------------------------------
-
-
-def test_a_server_of_another_version_or_service_is_refused(tmp_path: Path) -> None:
-    """The client says why; its channel is closed."""
-    for version, payload, why in ((8, {"service": "numbers"}, "version 8"), (7, {"service": "letters"}, "letters")):
-        with listen(f"inproc://{tmp_path.name}-{version}", secret=SECRET) as listener:
-            channel = connect(listener.address, secret=SECRET)
-            with listener.accept(WAIT_S) as theirs:
-                theirs.send(greeting("welcome", version, payload))
-                with pytest.raises(ConnectionLost, match=why):
-                    Connection(client_protocol()).attach(ReplicaLink(replica="r", channel=channel))
-                assert channel.closed
+        os.close(lowest)
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -285,7 +226,7 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subp
     """A process that is asked and does not answer, and where it listens."""
     paths = [path for path in sys.path if path]
     code = f"import sys\nsys.path[:0] = {paths!r}\n{PROCESS}"
-    command = [sys.executable, "-c", code, _address(request.param, tmp_path), SECRET.hex()]
+    command = [sys.executable, "-c", code, new_address(request.param, tmp_path), SECRET.hex()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -300,7 +241,7 @@ def test_kill_nine_in_mid_call_is_noticed_at_once_and_the_next_replica_answers(
     """The call ends with a reason, without a time-out; the client has dialled elsewhere by itself."""
     process, where = stuck
     fleet = Fleet({"first": where})
-    with serving(_address("inproc", tmp_path)) as second:
+    with serving(new_address("inproc", tmp_path)) as second:
         client = _client(fleet)
         wait_for(lambda: client.up == 1)
         question = _ask(client, 1)
@@ -385,7 +326,7 @@ def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
     moments = [moment for moment, _ in fleet.asked]
     pauses = [later - sooner for sooner, later in itertools.pairwise(moments)]
     assert all(pause >= least for pause, least in zip(pauses, (0.01, 0.02, 0.04, 0.08, 0.08), strict=False))
-    with serving(_address("inproc", tmp_path)) as numbers:
+    with serving(new_address("inproc", tmp_path)) as numbers:
         fleet.addresses["r"] = numbers.address
         wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
@@ -395,8 +336,8 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
     """Between ``count`` and ``max_count``, one looks for a replica that is new; the least busy one is asked."""
     fleet = Fleet()
     with (
-        serving(_address("inproc", tmp_path, "a"), doubles=False) as first,
-        serving(_address("inproc", tmp_path, "b")) as second,
+        serving(new_address("inproc", tmp_path), doubles=False) as first,
+        serving(new_address("inproc", tmp_path)) as second,
     ):
         fleet.addresses = {"a": first.address}
         client = _client(fleet, max_count=2)
@@ -418,27 +359,21 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
 
 def test_connections_to_replicas_that_are_gone_are_let_go(tmp_path: Path) -> None:
     """Up to the most there are; then one is up and one looks, as before the others came."""
-    fleet = Fleet()
-    with serving(_address("inproc", tmp_path, "a")) as first:
-        fleet.addresses = {"a": first.address}
+    fleet, addresses = Fleet(), [new_address("inproc", tmp_path) for _ in range(3)]
+    with serving(addresses[0]):
+        fleet.addresses = {"a": addresses[0]}
         client = _client(fleet, max_count=3)
-        with (
-            serving(_address("inproc", tmp_path, "b")) as second,
-            serving(_address("inproc", tmp_path, "c")) as third,
-        ):
-            fleet.addresses |= {"b": second.address, "c": third.address}
+        with serving(addresses[1]), serving(addresses[2]):
+            fleet.addresses |= {"b": addresses[1], "c": addresses[2]}
             wait_for(lambda: client.up == len(client.connections) == 3)
-            fleet.addresses = {"a": first.address}
+            fleet.addresses = {"a": addresses[0]}
         wait_for(lambda: client.up == 1 and len(client.connections) == 2)
 
 
 def test_replicas_that_are_asked_one_call_at_a_time_share_them(tmp_path: Path) -> None:
     """Also one that came later: of 600 calls each has at least two in five."""
     fleet = Fleet()
-    with (
-        serving(_address("inproc", tmp_path, "a")) as first,
-        serving(_address("inproc", tmp_path, "b")) as second,
-    ):
+    with serving(new_address("inproc", tmp_path)) as first, serving(new_address("inproc", tmp_path)) as second:
         fleet.addresses = {"a": first.address}
         client = _client(fleet, max_count=64)
         wait_for(lambda: client.up == 1)
@@ -497,7 +432,9 @@ def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [PoolExhausted, ValueError])
-def test_a_reply_that_fails_ends_its_client_also_while_that_waits_for_room(address: str, kind: type[Exception]) -> None:
+def test_a_reply_that_fails_ends_its_client_also_while_that_waits_for_room(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
     """Whatever packing raises: the client is hung up on instead of waiting, and its thread reports it."""
     asking: list[Peer] = []
 
@@ -509,7 +446,7 @@ def test_a_reply_that_fails_ends_its_client_also_while_that_waits_for_room(addre
     def never(_: Pool) -> Packed:
         raise kind("no layout for it")
 
-    with serving(address, backlog=1, on_message=on_message) as numbers:
+    with serving(new_address("inproc", tmp_path), backlog=1, on_message=on_message) as numbers:
         connection = _attached(numbers.address)
         for value in range(2):
             connection.send(bare({"number": value, "value": value}))
@@ -532,17 +469,3 @@ def test_clients_are_counted_bounded_and_reported_once(address: str) -> None:
         wait_for(lambda: numbers.server.peers == 0)
         assert numbers.lost.empty()
         _attached(numbers.address).close()
-
-
-def test_news_reaches_those_who_are_here(address: str) -> None:
-    """An announcement goes to every client that was greeted; later ones hear the welcome alone."""
-    with serving(address) as numbers:
-        channels = [connect(numbers.address, secret=SECRET) for _ in range(2)]
-        for channel in channels:
-            channel.send(greeting("hello", VERSION, {"service": "numbers"}))
-            channel.recv(WAIT_S).release()
-        numbers.server.announce({"news": 1})
-        for channel in channels:
-            with channel.recv(WAIT_S) as message:
-                assert message.header["news"] == 1
-            channel.close()
