@@ -324,9 +324,7 @@ def _parse_times(value: Any) -> RankTimings:
 
 
 def _parse_error(entry: Any) -> tuple[int, RankError]:
-    if not isinstance(entry, list) or len(entry) != 5:
-        raise WireError("an error is not number, code, message, param, seconds")
-    number, code, message, param, wait_s = entry
+    number, code, message, param, wait_s = entry if isinstance(entry, list) and len(entry) == 5 else [None] * 5
     if type(number) is not int or not isinstance(message, str) or not (param is None or isinstance(param, str)):
         raise WireError("an error is not number, code, message, param, seconds")
     retry_after_s = None if wait_s is None else fields.number({"seconds": wait_s}, "seconds")

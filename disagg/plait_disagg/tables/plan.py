@@ -59,10 +59,6 @@ class TablePiece:
         last_row, last_column = self.first_row + self.rows, self.first_column + self.columns
         return f"{self.table}[{self.first_row}:{last_row},{self.first_column}:{last_column}]"
 
-    def on(self, shard: int) -> TablePiece:
-        """Return the same piece on that shard."""
-        return replace(self, shard=shard)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
@@ -180,7 +176,7 @@ class _Search:
         for shard, costs in zip(places, pieces, strict=True):
             read[shard] += costs.read_bytes
             held[shard] += costs.held_bytes
-            placed.append(costs.piece.on(shard))
+            placed.append(replace(costs.piece, shard=shard))
         return ShardPlan(pieces=tuple(placed), read_bytes=tuple(read), held_bytes=tuple(held))
 
     def _found(self) -> ShardPlan | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fakes.graphs import FakeCapture
-from plait_disagg.dense.graphed import DenseGraphs
+from plait_disagg.dense.prepared import DenseGraphs
 from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.program import USER_OF
 from plait_disagg.queue.batch import user_of
