@@ -189,7 +189,7 @@ def answers_message(
     header |= {
         "numbers": [number for number, _ in answers],
         "n": rows,
-        "ms": [_times(it.timings) for _, it in answers],
+        "ms": [[round(ms, 4) for ms in vars(it.timings).values()] for _, it in answers],
         "bytes": [it.bytes_crossed for _, it in answers],
         "versions": [it.version for _, it in answers],
     }
@@ -310,11 +310,6 @@ def parse_done(
 
 def _flat(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     return tuple([tensors[name].shape[0] for name in layout.given])
-
-
-def _times(timings: RankTimings) -> list[float]:
-    times = (timings.queued_ms, timings.lookup_ms, timings.wire_ms, timings.dense_ms)
-    return [round(ms, 4) for ms in times]
 
 
 def _parse_times(value: Any) -> RankTimings:

@@ -289,16 +289,14 @@ def _said(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, KeyError | IndexError | AttributeError | TypeError):  # whose texts alone say little
         text = f"{type(error).__name__}: {text}"
-    if "FakeTensor" in text and any(frame.filename.endswith("modules/rnn.py") for frame in _frames(error)):
+    if "FakeTensor" in text and any(
+        frame.filename.endswith("modules/rnn.py") for frame in traceback.extract_tb(error.__traceback__)
+    ):
         return "it packs a history by its length: run the layer over all steps and read the one at length - 1"
     if "data-dependent" in text.lower():
         why = "it decides by the data of all rows (as `if x.any():` does)"
         return f"{why}; compute both ways and choose for each row with torch.where. torch says: {text[:200]}"
     return text[:600]
-
-
-def _frames(error: BaseException) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
 
 
 def _raised_at(error: BaseException) -> str:
