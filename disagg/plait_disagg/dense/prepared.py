@@ -256,11 +256,6 @@ class DenseGraphs:
         self._turn = threading.Lock()
         self._program = GraphProgram(compiled.as_module().eval(), memory.buffers(), name="the dense half")
 
-    @property
-    def graphs(self) -> int:
-        """How many graphs there are."""
-        return self._program.graphs
-
     def run(self, given: Given, users: int, rows: int) -> dict[str, torch.Tensor]:
         """Return the outputs of a batch of `users` users and `rows` candidates, on the CPU."""
         inputs = [

@@ -210,7 +210,10 @@ class HnWorker(ServedWorker):
         versions = {item.ask.dense_version for item in items}
         if len(versions) > 1:  # for a moment, while CNs change over
             for item in items:
-                self._work_alone(item)
+                try:
+                    self._work([item])
+                except Exception as error:
+                    item.fail(as_rank_error(error))
             return
         dense = self._dense(versions.pop())
         began_s = time.monotonic()
@@ -222,12 +225,6 @@ class HnWorker(ServedWorker):
         for item, mine in zip(items, cut(on_cpu, [item.rows for item in items]), strict=True):
             self._answer(item, mine, began_s, seconds)
             item.message.release()  # only now: an output may be a view of what crossed
-
-    def _work_alone(self, item: _Dense) -> None:
-        try:
-            self._work([item])
-        except Exception as error:
-            item.fail(as_rank_error(error))
 
     def _dense(self, version: str) -> DenseHalf:
         """Return the dense half of that version. Raises `WorkerUnavailable` if it is not here and cannot be loaded."""

@@ -305,7 +305,8 @@ class AuditedProgram:
         self._calls += 1
         # Whether this call is audited must be known before it: what it is given may be overwritten by its answer.
         is_new = shapes not in self._known
-        kept = _copies(inputs) if self._may_sample(is_new) else ()
+        is_due = is_new or self._calls % self._auditor.plan.every == 0
+        kept = _copies(inputs) if is_due and not self._auditor.is_full else ()
         outputs = self._program.run(inputs, factors, copy=copy)
         if kept and self._wants(shapes):
             own = _copies(outputs)
@@ -313,9 +314,6 @@ class AuditedProgram:
             if not self._auditor.add(sample):
                 self._known.pop(shapes, None)
         return outputs
-
-    def _may_sample(self, is_new: bool) -> bool:
-        return not self._auditor.is_full and (is_new or self._calls % self._auditor.plan.every == 0)
 
     def _wants(self, key: Hashable) -> bool:
         """Return whether a call is the first of its key, or one in so many."""

@@ -126,11 +126,11 @@ class Exported:
         self._program = program
         self._specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         names = program.graph_signature.user_inputs
-        self._inputs = dict(zip(names, _names_in_order(program, tensors), strict=True))
+        self.inputs: dict[str, str] = dict(zip(names, _names_in_order(program, tensors), strict=True))
         fronts: dict[str, Any] = {}
         for node in program.graph.find_nodes(op="placeholder"):
-            if node.name in self._inputs:
-                name, front = self._inputs[node.name], node.meta["val"].shape[0]
+            if node.name in self.inputs:
+                name, front = self.inputs[node.name], node.meta["val"].shape[0]
                 if not isinstance(front, torch.SymInt):
                     raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
                 fronts[name] = front
@@ -165,10 +165,6 @@ class Exported:
         if not isinstance(found, torch.Tensor):
             raise UnsupportedOperator(node.name, f"{spec.kind} is not a tensor")
         return name.removeprefix("module."), found.detach()
-
-    def input_name(self, node: fx.Node) -> str:
-        """Return the input's name in the declaration."""
-        return str(self._inputs[node.name])
 
     def outputs(self) -> dict[str, fx.Node | None]:
         """Return the outputs by public name."""
