@@ -18,7 +18,7 @@ import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
-from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.executors import MODULES
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.protocols import ActiveControl, Conditioning, ControlNetClient, Denoiser, StepCall

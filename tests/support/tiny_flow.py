@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5TokenizerFast
 
-from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.executors import MODULES
 from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
 from support.denoise import edits_of, fused
 from support.tiny import CLIP_TOKENIZER, NO, WORDS, seeded, text_model, tiny_tokenizer, tiny_vae, write_parts

@@ -59,6 +59,10 @@ class TablePiece:
         last_row, last_column = self.first_row + self.rows, self.first_column + self.columns
         return f"{self.table}[{self.first_row}:{last_row},{self.first_column}:{last_column}]"
 
+    def on(self, shard: int) -> TablePiece:
+        """Return the same piece on that shard."""
+        return replace(self, shard=shard)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
@@ -176,7 +180,7 @@ class _Search:
         for shard, costs in zip(places, pieces, strict=True):
             read[shard] += costs.read_bytes
             held[shard] += costs.held_bytes
-            placed.append(replace(costs.piece, shard=shard))
+            placed.append(costs.piece.on(shard))
         return ShardPlan(pieces=tuple(placed), read_bytes=tuple(read), held_bytes=tuple(held))
 
     def _found(self) -> ShardPlan | None:
@@ -195,10 +199,8 @@ class _Search:
             if name is None:
                 break
             parts[name] += 1
-        return (
-            best
-            or self._place([costs for table in self._tables.values() for costs in self.costs(table, self._shards)])[0]
-        )
+        smallest = [costs for table in self._tables.values() for costs in self.costs(table, self._shards)]
+        return best or self._place(smallest)[0]
 
     def costs(self, table: Table, parts: int) -> list[_Costs]:
         """Return the pieces of a table split into `parts`, each with its cost."""

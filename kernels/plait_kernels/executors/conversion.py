@@ -17,9 +17,8 @@ from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
 from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
-from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, InputSpec
+from plait_kernels.executors import MODULES, AdaptedLayer, Computation, ExecutorError, InputSpec
 from plait_kernels.executors.adapters import Twin
-from plait_kernels.executors.module_lock import MODULES
 
 _EXAMPLE_RANK = 2
 _ELEMENTS = {torch.int64: ov.Type.i64, torch.int32: ov.Type.i32, torch.bool: ov.Type.boolean}
