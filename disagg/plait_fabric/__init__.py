@@ -42,7 +42,8 @@ from plait_fabric.errors import (
     WeakSecret,
 )
 from plait_fabric.memory.pool import Lease, Pool
-from plait_fabric.protocols import Buffer, Channel, Header, Listener
+from plait_fabric.protocols import Buffer, Channel, Header
+from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.auth import new_secret
 from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Message, MessageLimits, PoolStatistics
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from plait_fabric.errors import FabricError, Unreachable
-from plait_fabric.protocols import Channel, Listener
+from plait_fabric.protocols import Channel
 from plait_fabric.transport import rendezvous, tcp
+from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.waiting import Deadline
 from plait_fabric.values import Address, FabricOptions, Scheme, check_secret
 

@@ -167,9 +167,7 @@ def _group(tail: tuple[int, ...], parts: Sequence[Part], given: tuple[str, ...])
 
 def _parse_part(entry: str) -> Part:
     fields = entry.split(":", 3)  # a name may have colons: packaging gives such to the parts of a layer
-    if len(fields) != 4:
-        raise LayoutError(f"{entry[:100]!r} is not code:rows:tail:name")
-    code, rows, tail_text, name = fields
+    code, rows, tail_text, name = fields if len(fields) == 4 else [""] * 4
     sizes = tail_text.split(",") if tail_text else []
     if code not in _DTYPES or rows not in (*_ROWS, "f") or not _NAME.fullmatch(name) or len(sizes) > 8:
         raise LayoutError(f"{entry[:100]!r} is not code:rows:tail:name")

@@ -72,26 +72,3 @@ class Channel(Protocol):
 
     def __exit__(self, *exc_info: object) -> None:
         """Close the channel."""
-
-
-class Listener(Protocol):
-    """Accepts authenticated peers at one address. A peer that does not authenticate is never returned."""
-
-    @property
-    def address(self) -> str:
-        """The address to connect to, with the actual port if port 0 was requested."""
-
-    @property
-    def rejected(self) -> int:
-        """Connections dropped so far because they failed, or did not finish, the handshake."""
-
-    def accept(self, timeout_s: float | None = None) -> Channel:
-        """Wait for the next authenticated peer. Raises `AcceptTimeout`, `ChannelClosed`."""
-
-    def close(self) -> None:
-        """Stop listening and wake `accept`. Accepted channels stay open. Idempotent."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Close the listener."""

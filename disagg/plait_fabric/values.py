@@ -99,11 +99,10 @@ class FabricOptions:
     nixl_transport: str = ""
 
 
-def check_secret(secret: bytes) -> bytes:
-    """Return the secret, or raise `WeakSecret` when it is too short to authenticate with."""
+def check_secret(secret: bytes) -> None:
+    """Raise `WeakSecret` when it is too short to authenticate with."""
     if len(secret) < MIN_SECRET_BYTES:
         raise WeakSecret(f"the fabric secret has {len(secret)} bytes; at least {MIN_SECRET_BYTES} are needed")
-    return bytes(secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ from plait_fabric.errors import (
     Unreachable,
     WeakSecret,
 )
-from plait_fabric.protocols import Listener
 from plait_fabric.transport import acceptor
+from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.auth import CHALLENGE_BYTES, RESPONSE_BYTES
 from plait_fabric.transport.frames import FrameKind, pack_head
 from plait_fabric.values import Address, FabricOptions

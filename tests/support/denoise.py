@@ -18,7 +18,7 @@ import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
-from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.executors import MODULES
 from plait_serving.diffusion.protocols import ActiveControl, Conditioning, ControlNetClient, Denoiser, StepCall
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, Scheduler
 

@@ -64,7 +64,6 @@ def cut_problems(draw: st.DrawFn) -> CutProblem:
     micros = st.integers(0, 40)
     return CutProblem(
         program=live(program),
-        candidates=1,
         value_bytes={name: draw(st.integers(1, 60)) for name in names},
         cn_s={node.name: draw(micros) * 1e-6 for node in nodes},
         hn_s={node.name: draw(micros) * 1e-6 for node in nodes},

@@ -1,4 +1,6 @@
-"""The programs of one dense half: torch serves every batch until a program was tried and found equal and faster.
+"""What a dense half is prepared to: programs on a CPU, graphs on a GPU.
+
+Torch serves every batch until a program was tried and found equal and faster.
 
 A half never changes its weights (an update makes another half), and its programs are made from its own: what an update
 replaces cannot be computed with the weights of before.
@@ -11,6 +13,7 @@ everything is from then on.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,12 +23,13 @@ from math import prod
 
 import torch
 
-from plait_disagg.dense.buckets import Bucket, bucket_of, pays_from
+from plait_disagg.dense.buckets import Bucket, bucket_of, filled_up, pays_from
 from plait_disagg.dense.proven import unproven
-from plait_disagg.dense.trial import TOLERANCE, Given, difference, medians, noise_like, resized, sizes
+from plait_disagg.dense.trial import TOLERANCE, Given, difference, medians, noise_like, resized
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.program import ROWS, Node, Port
 from plait_kernels.executors import Computation, ExecutorError, InputSpec, PreparedProgram, background
+from plait_kernels.executors.graphs import GraphMemory, GraphProgram
 from plait_kernels.executors.openvino_executor import OpenVinoSettings, available
 from plait_kernels.threads import lower_priority, set_threads
 
@@ -178,7 +182,8 @@ class DensePrograms:
         nbytes = _bytes_of(self._compiled.program.nodes, bucket) + self._compiled.constant_bytes
         if nbytes > self._max_bytes_of_one:
             return _Choice()
-        smallest, largest = (resized(self._ports, example, *size) for size in sizes(bucket))
+        smallest = resized(self._ports, example, bucket.fewest_users, bucket.fewest_rows)
+        largest = resized(self._ports, example, bucket.users, bucket.rows)
         program = self._program(bucket, largest)
         for probe in (smallest, largest, noise_like(smallest), noise_like(largest, seed=1)):
             rows = next(len(probe[port.name]) for port in self._ports if port.rows == "item")
@@ -234,3 +239,36 @@ def _bytes_of(nodes: Sequence[Node], bucket: Bucket) -> int:
     """Return the bytes of all values of a batch, of which a program keeps a part."""
     rows = {"user": bucket.users, "item": bucket.rows, "none": bucket.rows}
     return sum(4 * prod(rows[node.rows] if size == ROWS else size for size in node.shape) for node in nodes)
+
+
+class DenseGraphs:
+    """Graphs of `compiled`, whose constants are on a GPU: one for each bucket, replayed without Python.
+
+    Threads take turns. A batch is filled up to its bucket with zeros, whose rows nobody sees: rows of a program do not
+    see each other.
+    """
+
+    def __init__(self, compiled: Compiled, device: torch.device, memory: GraphMemory) -> None:
+        """Capture nothing yet: a bucket is captured when it comes again."""
+        self._ports = compiled.program.inputs
+        self._outputs = tuple(name for name, _ in compiled.program.outputs)
+        self._device = device
+        self._turn = threading.Lock()
+        self._program = GraphProgram(compiled.as_module().eval(), memory.buffers(), name="the dense half")
+
+    def run(self, given: Given, users: int, rows: int) -> dict[str, torch.Tensor]:
+        """Return the outputs of a batch of `users` users and `rows` candidates, on the CPU."""
+        inputs = [
+            self._filled(given[port.name], filled_up(users if port.rows == "user" else rows)) for port in self._ports
+        ]
+        with self._turn:  # a replay overwrites what the last one lent
+            made = self._program.run(inputs, copy=False)
+            return {name: value[:rows].to("cpu", copy=True) for name, value in zip(self._outputs, made, strict=True)}
+
+    def _filled(self, value: torch.Tensor, count: int) -> torch.Tensor:
+        """Return a tensor of `count` rows on the device; rows beyond those of `value` are zeros."""
+        if len(value) == count:
+            return value.to(self._device)
+        made = torch.zeros(count, *value.shape[1:], dtype=value.dtype, device=self._device)
+        made[: len(value)] = value
+        return made

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from plait_disagg.dense.buckets import Bucket
 from plait_disagg.graph.program import USER_OF, Port
 
 TOLERANCE = 5e-6
@@ -88,8 +87,3 @@ def medians(
                 run()
                 taken_s[name].append(clock() - started_s)
     return {name: statistics.median(each) for name, each in taken_s.items()}
-
-
-def sizes(bucket: Bucket) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return users and rows of the smallest and of the largest batch of a bucket."""
-    return (bucket.fewest_users, bucket.fewest_rows), (bucket.users, bucket.rows)

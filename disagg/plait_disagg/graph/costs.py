@@ -97,7 +97,6 @@ def cut_problem(
     """Build the problem for the cutters, with modelled seconds of the HN."""
     return CutProblem(
         program=program,
-        candidates=candidates,
         value_bytes=value_bytes(program, candidates=candidates, ids_per_bag=ids_per_bag),
         cn_s=cn_s,
         hn_s=hn_seconds(program, cn_s),

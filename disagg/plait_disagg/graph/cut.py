@@ -30,7 +30,6 @@ class CutProblem:
     """
 
     program: Program
-    candidates: int
     value_bytes: Mapping[str, int]
     cn_s: Mapping[str, float]
     hn_s: Mapping[str, float]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS
 from plait_disagg.graph.operators import SIZE
-from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, DType, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.program import LOOKUP, USER_OF, DType, Node, Port, Program, Ref, Rows
 from plait_disagg.tables.values import Lookup
 
 _IDENTITIES = frozenset(
@@ -154,12 +154,6 @@ def rows_side(sides: Iterable[Rows]) -> Rows:
     """Return whose rows a value has that is made of values with these."""
     made = set(sides)
     return "item" if "item" in made else "user" if "user" in made else "none"
-
-
-def is_loose(node: Node) -> bool:
-    """Return whether a value gets its rows from its readers: made of constants and a row count (zeros, an expanded
-    token)."""
-    return node.rows == "none" and node.shape[:1] == (ROWS,)
 
 
 def _is_whole_slice(node: Node) -> bool:

@@ -24,9 +24,7 @@ another operator costs."""
 _ROWS = "small"
 
 
-def offer(
-    program: Program, table_rows: Mapping[str, int], value_bytes: Mapping[str, int], *, min_bytes: int = _WORTH_BYTES
-) -> Program:
+def offer(program: Program, table_rows: Mapping[str, int], value_bytes: Mapping[str, int]) -> Program:
     """Return the program with the lookups that may run on the HN marked, and their ids cast.
 
     Those of ids that are inputs, so that a request with one outside the table was refused before, in tables of
@@ -42,7 +40,7 @@ def offer(
     nodes: dict[str, Node] = {}
     for node in program.nodes:
         made, table = node, str(node.kwargs.get("table"))
-        if node.name in small and saved[table] >= min_bytes:
+        if node.name in small and saved[table] >= _WORTH_BYTES:
             ids = _cast(ports[node.inputs[0]])
             nodes.setdefault(ids.name, ids)
             kwargs = {**node.kwargs, _ROWS: table_rows[table]}

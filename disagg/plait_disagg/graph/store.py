@@ -198,9 +198,8 @@ def _fits(value: Arg, kind: str, known: Mapping[str, str]) -> bool:
         return value is None or _fits(value, kind[9:-1], known)
     if kind.startswith("List["):
         inner = kind[5:-1]
-        single = inner in ("int", "number", "float") and _fits(
-            value, inner, known
-        )  # a size where a list of sizes is asked
+        # A size may stand where a list of sizes is asked.
+        single = inner in ("int", "number", "float") and _fits(value, inner, known)
         return single or (isinstance(value, tuple) and all(_fits(part, inner, known) for part in value))
     if kind == "Tensor":
         return _is_tensor(value, known) or type(value) in (int, float, bool)  # torch makes a tensor of a number

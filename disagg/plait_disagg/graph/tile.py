@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait_disagg.graph.edit import Draft, flat_values, is_loose, map_refs
+from plait_disagg.graph.edit import Draft, flat_values, map_refs
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE
-from plait_disagg.graph.program import LOOKUP, TILE, USER_OF, Arg, Node, Program, Ref, Rows
+from plait_disagg.graph.program import LOOKUP, ROWS, TILE, USER_OF, Arg, Node, Program, Ref, Rows
 
 
 def tile(program: Program, *, exact: bool = False) -> Program:
@@ -61,7 +61,7 @@ class _Tiler:
         """Add the next node, on the side of what it reads."""
         if node.op == SIZE:
             return  # made again for whoever needs it
-        if is_loose(node):
+        if node.rows == "none" and node.shape[:1] == (ROWS,):  # of constants and a row count: its readers' rows
             self._loose[node.name] = node
             return
         side = self._side(node)

@@ -40,11 +40,8 @@ def flow_field(flow: Flow, now_s: float) -> list[float]:
 
     None values are left out: they would cost the header its fast encoding.
     """
-    if flow.due_s is None:
-        return [flow.window, flow.open]
-    if flow.lost_s is None:
-        return [flow.window, flow.open, flow.due_s - now_s]
-    return [flow.window, flow.open, flow.due_s - now_s, flow.lost_s - now_s]
+    times = [moment - now_s for moment in (flow.due_s, flow.lost_s) if moment is not None]
+    return [flow.window, flow.open, *times]
 
 
 def parse_flow(header: Header, now_s: float) -> Flow:

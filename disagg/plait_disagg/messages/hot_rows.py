@@ -124,7 +124,9 @@ class RowSender:
             pieces = message.slots.split_with_sizes([one.numel() for one in ids])
             made |= {port: piece.view(one.shape) for port, piece, one in zip(ports, pieces, ids, strict=True)}
             made[new_slots(index)], made[new_rows(index)] = message.new_slots, message.rows
-            self._count(flat.numel(), message, table.dim)
+            unsent = flat.numel() - message.rows.shape[0]
+            sent_bytes = message.slots.nbytes + message.new_slots.nbytes
+            self._savings.nbytes += unsent * row_bytes(table.dim, self._wire) - sent_bytes
         hot = HotRows(number=self._number, slots=self._slots, ports=self._ports)
         self._number += 1
         return made, hot
@@ -134,10 +136,6 @@ class RowSender:
         for table, cache in zip(self._tables, self._caches, strict=True):
             if table.name in row_ids:
                 cache.invalidate(row_ids[table.name])
-
-    def _count(self, ids: int, message: CachedRows, dim: int) -> None:
-        unsent = ids - message.rows.shape[0]
-        self._savings.nbytes += unsent * row_bytes(dim, self._wire) - message.slots.nbytes - message.new_slots.nbytes
 
 
 class RowReceiver:

@@ -189,7 +189,7 @@ def answers_message(
     header |= {
         "numbers": [number for number, _ in answers],
         "n": rows,
-        "ms": [_times(it.timings) for _, it in answers],
+        "ms": [[round(ms, 4) for ms in vars(it.timings).values()] for _, it in answers],
         "bytes": [it.bytes_crossed for _, it in answers],
         "versions": [it.version for _, it in answers],
     }
@@ -312,11 +312,6 @@ def _flat(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...
     return tuple([tensors[name].shape[0] for name in layout.given])
 
 
-def _times(timings: RankTimings) -> list[float]:
-    times = (timings.queued_ms, timings.lookup_ms, timings.wire_ms, timings.dense_ms)
-    return [round(ms, 4) for ms in times]
-
-
 def _parse_times(value: Any) -> RankTimings:
     if not isinstance(value, list) or len(value) != 4 or not all(isinstance(ms, int | float) for ms in value):
         raise WireError("ms is not four numbers")
@@ -324,9 +319,7 @@ def _parse_times(value: Any) -> RankTimings:
 
 
 def _parse_error(entry: Any) -> tuple[int, RankError]:
-    if not isinstance(entry, list) or len(entry) != 5:
-        raise WireError("an error is not number, code, message, param, seconds")
-    number, code, message, param, wait_s = entry
+    number, code, message, param, wait_s = entry if isinstance(entry, list) and len(entry) == 5 else [None] * 5
     if type(number) is not int or not isinstance(message, str) or not (param is None or isinstance(param, str)):
         raise WireError("an error is not number, code, message, param, seconds")
     retry_after_s = None if wait_s is None else fields.number({"seconds": wait_s}, "seconds")

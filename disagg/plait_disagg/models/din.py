@@ -10,8 +10,6 @@ The dense half is heavy: the unit runs for every candidate and every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -21,17 +19,15 @@ from plait_disagg.models.layers import filled, mlp
 class Din(nn.Module):
     """DIN. `rows`: sizes of the item, category and user tables. Item id 0 is padding."""
 
-    def __init__(
-        self, *, rows: tuple[int, int, int], dim: int, unit: Sequence[int] = (80, 40), top: Sequence[int] = (200, 80)
-    ) -> None:
+    def __init__(self, *, rows: tuple[int, int, int], dim: int) -> None:
         super().__init__()
         seed = torch.initial_seed()
         items, categories, users = rows
         self.item_table = nn.Embedding(items, dim, _weight=filled(items, dim, seed=seed))
         self.category_table = nn.Embedding(categories, dim, _weight=filled(categories, dim, seed=seed + 1))
         self.user_table = nn.Embedding(users, dim, _weight=filled(users, dim, seed=seed + 2))
-        self.unit = mlp((8 * dim, *unit, 1), last=None, between=nn.PReLU)
-        self.top = mlp((5 * dim, *top, 1), last=nn.Sigmoid, between=nn.PReLU)
+        self.unit = mlp((8 * dim, 80, 40, 1), last=None, between=nn.PReLU)
+        self.top = mlp((5 * dim, 200, 80, 1), last=nn.Sigmoid, between=nn.PReLU)
 
     def forward(
         self,

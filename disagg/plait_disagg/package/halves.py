@@ -9,8 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from plait_disagg.dense.graphed import DenseGraphs
-from plait_disagg.dense.prepared import DensePrograms, Trust
+from plait_disagg.dense.prepared import DenseGraphs, DensePrograms, Trust
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF

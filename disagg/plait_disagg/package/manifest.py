@@ -26,7 +26,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from plait_disagg.graph.inputs import Input, check_inputs, input_from_json, input_to_json
 
@@ -39,6 +41,7 @@ FORMAT = 1
 """The version of the folder's layout."""
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+Name = Annotated[str, StringConstraints(pattern=NAME.pattern)]
 _MAX_MANIFEST_BYTES = 16 << 20
 
 
@@ -67,7 +70,7 @@ class Manifest:
     the shape of one row.
     """
 
-    name: str
+    name: Name
     version: str
     inputs: tuple[Input, ...]
     outputs: Mapping[str, tuple[int, ...]]
@@ -112,41 +115,21 @@ def read_manifest(folder: Path) -> Manifest:
         raise PackageError(f"{folder} is no packaged model: {path.name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise PackageError(f"{path} is not JSON") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise PackageError(f"{path}: format {_get(data, 'format')!r} is not {FORMAT}; package the model again")
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != FORMAT:
+        raise PackageError(f"{path}: format {found!r} is not {FORMAT}; package the model again")
     try:
-        manifest = _parse(data)
-        check_inputs(manifest.inputs)
-    except KeyError as error:
-        raise PackageError(f"{path}: {error.args[0]} is missing") from error
-    except (TypeError, ValueError, AttributeError) as error:
+        inputs = tuple(input_from_json(item) for item in data.get("inputs", ()))
+        check_inputs(inputs)
+        return TypeAdapter(Manifest).validate_python({**data, "inputs": inputs})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PackageError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (TypeError, ValueError) as error:
         raise PackageError(f"{path}: {error}") from error
-    return manifest
 
 
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _get(data: object, key: str) -> object:
-    return data.get(key) if isinstance(data, dict) else None
-
-
-def _parse(data: Mapping[str, Any]) -> Manifest:
-    name = str(data["name"])
-    if not NAME.fullmatch(name):
-        raise ValueError(f"name {name!r} must match {NAME.pattern}")
-    cut = data["cut"]
-    return Manifest(
-        name=name,
-        version=str(data["version"]),
-        inputs=tuple(input_from_json(item) for item in data["inputs"]),
-        outputs={str(key): tuple(int(size) for size in shape) for key, shape in data["outputs"].items()},
-        bounds={str(key): int(rows) for key, rows in data["bounds"].items()},
-        cut=CutFacts(cutter=str(cut["cutter"]), tiled=bool(cut["tiled"]), candidates=int(cut["candidates"])),
-        largest_candidates=int(data["largest_candidates"]),
-        items=None if data["items"] is None else int(data["items"]),
-        files={str(key): str(digest) for key, digest in data["files"].items()},
-    )

@@ -40,10 +40,6 @@ from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.storage import TableSet, open_tables
 from plait_disagg.values import ModelCard
 
-_NOT_HASHED = (TABLES,)
-"""Files that are not hashed: tables may be terabytes, and are mapped rather than read; their header is checked when
-they are opened."""
-
 
 @dataclass(frozen=True)
 class Package:
@@ -170,7 +166,8 @@ def open_package(folder: Path, *, ahead: bool = True) -> Package:
         path = folder / name
         if path.parent != folder or not path.is_file():
             raise PackageError(f"{path} is missing")
-        if name not in _NOT_HASHED and sha256_of(path) != digest:
+        # Tables are not hashed: they may be terabytes, and are mapped rather than read; opening checks their header.
+        if name != TABLES and sha256_of(path) != digest:
             raise PackageError(f"{path} is not the file that was packaged: its SHA-256 differs")
     for name in (WHOLE, CN, HN, CONSTANTS, TABLES):
         if name not in manifest.files:

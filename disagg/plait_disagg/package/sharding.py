@@ -14,7 +14,6 @@ from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package
-from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.plan import ShardPlan, plan_shards
 from plait_disagg.tables.protocols import ShardTables
 from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
@@ -62,11 +61,6 @@ def plan_of(package: Package, sharding: Sharding) -> ShardPlan:
 def identity(package: Package, plan: ShardPlan, shard: int) -> ShardIdentity:
     """Return what a shard of this plan says of itself."""
     return identity_of(package.manifest.name, package.manifest.version, plan, shard)
-
-
-def held_pieces(package: Package, plan: ShardPlan, shard: int) -> HeldPieces:
-    """Return what that shard holds, from the package's file. Raises `PackageError`."""
-    return HeldPieces(package.tables, plan.of_shard(shard))
 
 
 def remote_tables(package: Package, plan: ShardPlan, reach: Callable[[ShardIdentity], ShardTables]) -> ShardedTables:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from plait_disagg.package.manifest import Name
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
-from plait_disagg.refresh.update import FORMAT, MANIFEST, Format, Version, bad_file, read_update_manifest
+from plait_disagg.refresh.update import FORMAT, MANIFEST, Format, bad_file, read_update_manifest
 
 UPDATES = "updates"
 _APPLIED = "applied.json"
@@ -33,7 +34,7 @@ class _Applied(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     format: Format
-    versions: tuple[Version, ...]
+    versions: tuple[Name, ...]
 
 
 class Journal:

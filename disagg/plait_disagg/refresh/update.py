@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from plait_disagg.package.manifest import NAME, new_folder
+from plait_disagg.package.manifest import Name, new_folder
 from plait_disagg.refresh.errors import BadUpdate
 
 MANIFEST = "update.json"
@@ -45,12 +45,6 @@ class UpdatedRows:
     rows: torch.Tensor
 
 
-def _is_name(text: str) -> str:
-    if not NAME.fullmatch(text):
-        raise ValueError(f"{text[:60]!r} must match {NAME.pattern}")
-    return text
-
-
 def _are_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     if len({"", *names}) != len(names) + 1:
         raise ValueError("has a name twice, or an empty one")
@@ -58,7 +52,6 @@ def _are_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
-Version = Annotated[str, AfterValidator(_is_name)]
 Names = Annotated[tuple[str, ...], AfterValidator(_are_distinct)]
 
 
@@ -68,9 +61,9 @@ class UpdateManifest(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     format: Format
-    model: Version
-    base: Version
-    version: Version
+    model: Name
+    base: Name
+    version: Name
     rows: Names
     constants: Names
     files: Mapping[str, str]

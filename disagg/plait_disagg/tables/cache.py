@@ -54,13 +54,12 @@ class CachedRows:
 class CacheCounters:
     """Counters of a cache.
 
-    `ids` requested, repeats included; `hits` among them that were in a slot before their message; `repeats` of an id
-    that its own message carries; `stored` and `passed`: rows sent; `evicted`: slots taken from another id.
+    `ids` requested, repeats included; `hits` among them that were in a slot before their message; `stored` and
+    `passed`: rows sent; `evicted`: slots taken from another id.
     """
 
     ids: int = 0
     hits: int = 0
-    repeats: int = 0
     stored: int = 0
     passed: int = 0
     evicted: int = 0
@@ -108,7 +107,9 @@ class SenderCache:
         slots = self._slot_of[wanted_ids] - 1
         slots[slots < 0] = self._slots + _positions(absent[kept.size :], wanted_ids[slots < 0])
         self._count(wanted_ids.size, int(is_hit.sum()), stale.size + kept.size, absent.size - kept.size)
-        return self._message(slots, np.concatenate([refreshed, new_slots]), rows)
+        number, self._number = self._number, self._number + 1
+        sent_slots = torch.from_numpy(np.concatenate([refreshed, new_slots]))
+        return CachedRows(number=number, slots=torch.from_numpy(slots), new_slots=sent_slots, rows=rows)
 
     def invalidate(self, ids: torch.Tensor) -> None:
         """Mark the rows of these ids as changed: each is sent again, into its slot, when it is next requested."""
@@ -164,14 +165,6 @@ class SenderCache:
         counters.hits += hits
         counters.stored += stored
         counters.passed += passed
-        counters.repeats += ids - hits - stored - passed
-
-    def _message(self, slots: NDArray[np.int32], new_slots: NDArray[np.int32], rows: torch.Tensor) -> CachedRows:
-        number = self._number
-        self._number += 1
-        return CachedRows(
-            number=number, slots=torch.from_numpy(slots), new_slots=torch.from_numpy(new_slots), rows=rows
-        )
 
 
 class ReceiverCache:

@@ -10,8 +10,6 @@ class BadTableFile(Exception):
 
     def __init__(self, path: Path, field: str, why: str) -> None:
         super().__init__(f"{path}: {field}: {why}")
-        self.path = path
-        self.field = field
 
 
 class ShardLost(Exception):
@@ -19,7 +17,6 @@ class ShardLost(Exception):
 
     def __init__(self, shard: str, why: str, *, back_in_s: float | None = None) -> None:
         super().__init__(f"{shard}: {why}")
-        self.shard = shard
         self.back_in_s = back_in_s
 
 
@@ -28,7 +25,6 @@ class ShardRefused(Exception):
 
     def __init__(self, shard: str, why: str) -> None:
         super().__init__(f"{shard}: {why}")
-        self.shard = shard
 
 
 class OtherVersion(Exception):
@@ -36,4 +32,3 @@ class OtherVersion(Exception):
 
     def __init__(self, shard: str, *, asked: str, has: str) -> None:
         super().__init__(f"{shard} has version {has}, not {asked}")
-        self.has = has

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from plait_disagg.tables.values import Mode, RowFormat
-from plait_kernels.int8_lookup import Int8LookupOp
+from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES, Int8LookupOp
 from plait_kernels.registry import load
-
-_SCALE_AND_BIAS_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,7 @@ class RowLayout:
 LAYOUTS: dict[RowFormat, RowLayout] = {
     "float32": RowLayout(dtype=torch.float32),
     "float16": RowLayout(dtype=torch.float16),
-    "int8": RowLayout(dtype=torch.uint8, extra_columns=_SCALE_AND_BIAS_BYTES),
+    "int8": RowLayout(dtype=torch.uint8, extra_columns=SCALE_AND_BIAS_BYTES),
 }
 
 
@@ -56,7 +54,7 @@ def encode_rows(rows: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noqa:
             raise ValueError("a value is beyond 65504, the largest of float16")
         return half
     if rows.shape[0] == 0:
-        return torch.empty((0, rows.shape[1] + _SCALE_AND_BIAS_BYTES), dtype=torch.uint8)
+        return torch.empty((0, rows.shape[1] + SCALE_AND_BIAS_BYTES), dtype=torch.uint8)
     packed: torch.Tensor = torch.ops.quantized.embedding_bag_byte_prepack(rows)
     return packed
 
@@ -68,7 +66,7 @@ def decode_rows(stored: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noq
     if format == "float16":
         return stored.float()
     if stored.shape[0] == 0:
-        return torch.empty((0, stored.shape[1] - _SCALE_AND_BIAS_BYTES))
+        return torch.empty((0, stored.shape[1] - SCALE_AND_BIAS_BYTES))
     floats: torch.Tensor = torch.ops.quantized.embedding_bag_byte_unpack(stored)
     return floats
 

@@ -17,12 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from plait_disagg.tables.formats import pool, take
-from plait_disagg.tables.ids import ids_in_range
+from plait_disagg.tables.ids import Ids, ids_in_range
 from plait_disagg.tables.protocols import LookupBags, LookupRequest
 from plait_disagg.tables.storage import TableSet
 from plait_disagg.tables.values import Lookup, Mode, Table, TableGroup
-
-Ids = NDArray[np.int64]
 
 _MAX_PLANS = 64
 """The number of distinct sequences of lookups that are remembered. A model uses one or two."""

@@ -199,10 +199,8 @@ class _Search:
             if name is None:
                 break
             parts[name] += 1
-        return (
-            best
-            or self._place([costs for table in self._tables.values() for costs in self.costs(table, self._shards)])[0]
-        )
+        smallest = [costs for table in self._tables.values() for costs in self.costs(table, self._shards)]
+        return best or self._place(smallest)[0]
 
     def costs(self, table: Table, parts: int) -> list[_Costs]:
         """Return the pieces of a table split into `parts`, each with its cost."""

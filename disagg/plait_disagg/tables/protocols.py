@@ -41,7 +41,6 @@ class BadId(Exception):
         self.table = table
         self.value = value
         self.position = position
-        self.rows = rows
 
 
 class Tables(Protocol):

@@ -23,7 +23,7 @@ from plait_disagg.tables.rows_wire import WIRE_VERSION, Refusal, ShardIdentity, 
 from plait_fabric import FabricError, Message
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
-from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.outages import Backoff
 from plait_kernels.threads import set_threads
 
@@ -63,7 +63,6 @@ class RemoteShard:
         backoff: Backoff | None = None,
     ) -> None:
         """Start connecting at once to `replicas` of the shard, or as many as are found up to `max_replicas`."""
-        self._identity = identity
         self._answer_timeout_s = answer_timeout_s
         self._twin_after_s = twin_after_s
         self.lost = self.twins = 0
@@ -71,7 +70,7 @@ class RemoteShard:
         protocol: ClientProtocol[_OpenLookup] = ClientProtocol(
             version=WIRE_VERSION,
             hello=identity.payload(),
-            on_welcome=lambda _, payload: self._on_welcome(payload),
+            on_welcome=lambda _, payload: identity.check(payload),
             on_message=self._on_message,
             on_lost=self._on_lost,
             answer_timeout_s=answer_timeout_s,
@@ -136,9 +135,6 @@ class RemoteShard:
         return True
 
     # On a connection's thread.
-
-    def _on_welcome(self, payload: Header) -> None:
-        self._identity.check(payload)
 
     def _on_message(self, connection: Connection[_OpenLookup], message: Message) -> None:
         with message:

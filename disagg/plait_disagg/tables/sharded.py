@@ -35,13 +35,7 @@ class ShardedTables:
     """The `Tables` of several shards. The policy for ids outside a table is applied here, before shards are queried."""
 
     def __init__(
-        self,
-        tables: Sequence[Table],
-        formats: Mapping[str, RowFormat],
-        plan: ShardPlan,
-        shards: Sequence[ShardTables],
-        *,
-        version: str = "",
+        self, tables: Sequence[Table], formats: Mapping[str, RowFormat], plan: ShardPlan, shards: Sequence[ShardTables]
     ) -> None:
         """Ask `shards` for rows of `version`, which may be changed between two lookups. `formats`: by table."""
         if len(shards) != plan.shards:
@@ -51,7 +45,7 @@ class ShardedTables:
         self._pieces = {table.name: plan.of_table(table.name) for table in tables}
         self._shards = shards
         self._lookups: dict[tuple[str, Mode], Lookup] = {}
-        self.version = version
+        self.version = ""
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """Look up rows at the shards and merge them. Raises `BadId`, `OtherVersion`, `ShardLost`, `ShardRefused`."""

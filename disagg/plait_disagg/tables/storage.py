@@ -10,24 +10,40 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_args
+from typing import BinaryIO, Literal, TypeVar, get_args
 
 import torch
+from pydantic import BaseModel, ValidationError
 
 from plait_disagg.tables.container import map_container, write_container
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.formats import LAYOUTS, encode_rows
-from plait_disagg.tables.values import GroupSlice, OutOfRange, RowFormat, Table, TableGroup, row_bytes
+from plait_disagg.tables.values import Count, GroupSlice, OutOfRange, RowFormat, Table, TableGroup, row_bytes
 
 _KEY = "plait.tables"
-_VERSION = 1
 _CHUNK_BYTES = 64 << 20
 """How many bytes are encoded at once while writing."""
 
 Word = TypeVar("Word", bound=str)
+
+
+class _DescribedGroup(BaseModel):
+    name: str
+    dim: Count
+    format: RowFormat
+    version: int = 0
+    tables: tuple[str, ...]
+
+
+class _Description(BaseModel):
+    """What the file's metadata says of its tables."""
+
+    version: Literal[1] = 1
+    tables: tuple[Table, ...]
+    groups: tuple[_DescribedGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +99,14 @@ def write_tables(
     records = _records(tables, formats, out_of_range)
     groups = group_tables(records)
     plan = [(group.name, LAYOUTS[group.format].dtype, _matrix_shape(group)) for group in groups]
-    described = json.dumps(_to_json(tuple(table for table, _ in records.values()), groups))
-    with write_container(path, plan, {_KEY: described}) as (file, starts):
+    described = _Description(
+        tables=tuple(table for table, _ in records.values()),
+        groups=tuple(
+            _DescribedGroup(name=it.name, dim=it.dim, format=it.format, tables=tuple(part.table for part in it.slices))
+            for it in groups
+        ),
+    )
+    with write_container(path, plan, {_KEY: json.dumps(described.model_dump())}) as (file, starts):
         for group in groups:
             for part in group.slices:
                 start = starts[group.name] + part.first * row_bytes(group.dim, group.format)
@@ -100,17 +122,25 @@ def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False)
     """
     container = map_container(path, copy_on_write=copy_on_write, ahead=ahead)
     try:
-        tables, groups = _from_json(json.loads(container.metadata[_KEY]))
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise BadTableFile(path, f"__metadata__.{_KEY}", f"does not describe tables: {error!r}") from error
-    _check_groups(path, tables, groups)
+        described = _Description.model_validate_json(container.metadata.get(_KEY, ""), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadTableFile(path, ".".join(["__metadata__", _KEY, *map(str, first["loc"])]), first["msg"]) from error
+    tables = {table.name: table for table in described.tables}
+    _check_groups(path, tables, described.groups)
+    groups = tuple(
+        TableGroup(name=it.name, dim=it.dim, format=it.format, slices=_slices([tables[name] for name in it.tables]))
+        for it in described.groups
+    )
     if container.tensors.keys() != {group.name for group in groups}:
         raise BadTableFile(path, "tensors", f"{sorted(container.tensors)} are not the groups")
     for group in groups:
         matrix = container.tensors[group.name]
         if tuple(matrix.shape) != _matrix_shape(group) or matrix.dtype != LAYOUTS[group.format].dtype:
             raise BadTableFile(path, group.name, f"{tuple(matrix.shape)} {matrix.dtype} is not what its group says")
-    return TableSet(tables=tables, groups=groups, matrices=container.tensors, is_writable=container.is_writable)
+    return TableSet(
+        tables=tuple(tables.values()), groups=groups, matrices=container.tensors, is_writable=container.is_writable
+    )
 
 
 def _records(
@@ -167,62 +197,14 @@ def _write_rows(
         file.write(stored.numpy().data)
 
 
-def _to_json(tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> dict[str, Any]:
-    return {
-        "version": _VERSION,
-        "tables": [asdict(table) for table in tables],
-        "groups": [
-            {
-                "name": group.name,
-                "dim": group.dim,
-                "format": group.format,
-                "version": 0,
-                "tables": [part.table for part in group.slices],
-            }
-            for group in groups
-        ],
-    }
-
-
-def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[TableGroup, ...]]:
-    """Parse the output of `_to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-    if data["version"] != _VERSION:
-        raise ValueError(f"version {data['version']!r} is not {_VERSION}")
-    tables = {}
-    for item in data["tables"]:
-        name = _text(item["name"])
-        policy = _choice(_text(item["out_of_range"]), name, get_args(OutOfRange))
-        tables[name] = Table(name=name, rows=_count(item["rows"]), dim=_count(item["dim"]), out_of_range=policy)
-    groups = []
-    for item in data["groups"]:
-        name = _text(item["name"])
-        row_format = _choice(_text(item["format"]), name, get_args(RowFormat))
-        slices = _slices([tables[table] for table in item["tables"]])
-        groups.append(TableGroup(name=name, dim=_count(item["dim"]), format=row_format, slices=slices))
-    return tuple(tables.values()), tuple(groups)
-
-
-def _text(value: Any) -> Any:
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{value!r} is not a name")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 1 <= value < 1 << 48:
-        raise ValueError(f"{value!r} is not a number of at least 1")
-    return value
-
-
-def _check_groups(path: Path, tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> None:
+def _check_groups(path: Path, tables: Mapping[str, Table], groups: Sequence[_DescribedGroup]) -> None:
     """Check that every table is in one group of its width."""
-    dims = {table.name: table.dim for table in tables}
-    held = [part.table for group in groups for part in group.slices]
-    if sorted(held) != sorted(dims) or len({group.name for group in groups}) != len(groups):
+    held = [name for group in groups for name in group.tables]
+    if sorted(held) != sorted(tables) or len({group.name for group in groups}) != len(groups):
         raise BadTableFile(path, f"__metadata__.{_KEY}.groups", "the groups do not hold every table once")
     for group in groups:
-        odd = [part.table for part in group.slices if dims[part.table] != group.dim]
-        if odd or not group.slices:
+        odd = [name for name in group.tables if tables[name].dim != group.dim]
+        if odd or not group.tables:
             raise BadTableFile(
                 path, f"__metadata__.{_KEY}.groups.{group.name}", f"tables {odd} are not {group.dim} wide"
             )

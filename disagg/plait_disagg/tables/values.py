@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 RowFormat = Literal["float32", "float16", "int8"]
 """How a row is stored. int8: D unsigned bytes, then float32 scale and bias (Fused8BitRowwise of Caffe2 and PyTorch):
@@ -15,14 +17,17 @@ OutOfRange = Literal["error", "clip", "hash"]
 """What to do with an id that is negative or at least the number of rows: reject the request, use the nearest row, or
 choose a row by hash."""
 
+Count = Annotated[int, Field(ge=1, lt=1 << 48)]
+"""A number of rows or columns; a file that says another is refused."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """One embedding table of the model; `name` is the module's dotted name (`tables.genres`)."""
 
-    name: str
-    rows: int
-    dim: int
+    name: Annotated[str, Field(min_length=1)]
+    rows: Count
+    dim: Count
     out_of_range: OutOfRange = "error"
 
 

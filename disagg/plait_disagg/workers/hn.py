@@ -80,7 +80,6 @@ class HnWorker(ServedWorker):
         earlier: Mapping[str, DenseHalf] | None = None,
         catch_up: Callable[[], None] | None = None,
         knobs: WorkerKnobs | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the worker at once.
 
@@ -92,7 +91,6 @@ class HnWorker(ServedWorker):
         self._prepared: tuple[tuple[str, DenseHalf], ...] = ()
         self._catch_up = catch_up
         self._caught_up_s = float("-inf")
-        self._clock = clock
         self._busy_s = 0.0
         self._stay_s = 0.0
         self._windows: dict[int, int] = {}  # as each CN said last
@@ -100,7 +98,7 @@ class HnWorker(ServedWorker):
         self._outputs = layouts_of(card).outputs
         self._hot: dict[int, RowReceiver] = {}  # by number of the peer; each is its thread's own
         self._loop: BatchLoop[_Dense] = BatchLoop(
-            self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
+            self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=time.monotonic, refuses=False
         )
         self.heartbeat = self._loop.heartbeat
         protocol = ServerProtocol(
@@ -166,7 +164,7 @@ class HnWorker(ServedWorker):
     def _on_message(self, peer: Peer, message: Message) -> None:
         try:
             ask = self._with_rows(peer, parse_dense(message.header, message.buffers, self._crossing))
-            now_s = self._clock()
+            now_s = time.monotonic()
             flow = parse_flow(message.header, now_s)
             item = _Dense(
                 peer=peer,
@@ -212,29 +210,26 @@ class HnWorker(ServedWorker):
         versions = {item.ask.dense_version for item in items}
         if len(versions) > 1:  # for a moment, while CNs change over
             for item in items:
-                self._work_alone(item)
+                try:
+                    self._work([item])
+                except Exception as error:
+                    item.fail(as_rank_error(error))
             return
         dense = self._dense(versions.pop())
-        began_s = self._clock()
+        began_s = time.monotonic()
         candidates = [count for item in items for count in item.ask.candidates]
         outputs = dense.run(_end_to_end(items), candidates)
-        seconds = self._clock() - began_s
+        seconds = time.monotonic() - began_s
         self._busy_s += seconds
         on_cpu = {name: output.detach().cpu() for name, output in outputs.items()}
         for item, mine in zip(items, cut(on_cpu, [item.rows for item in items]), strict=True):
             self._answer(item, mine, began_s, seconds)
             item.message.release()  # only now: an output may be a view of what crossed
 
-    def _work_alone(self, item: _Dense) -> None:
-        try:
-            self._work([item])
-        except Exception as error:
-            item.fail(as_rank_error(error))
-
     def _dense(self, version: str) -> DenseHalf:
         """Return the dense half of that version. Raises `WorkerUnavailable` if it is not here and cannot be loaded."""
         found = self._find(version)
-        now_s = self._clock()
+        now_s = time.monotonic()
         if found is None and self._catch_up is not None and now_s - self._caught_up_s > _CATCH_UP_S:
             self._caught_up_s = now_s
             with self.heartbeat.unhurried("loading a newer version"):

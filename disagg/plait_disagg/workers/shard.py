@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -46,12 +46,10 @@ class ShardWorker(ServedWorker):
         listeners: Sequence[Listener],
         *,
         version: str,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start serving at once."""
         self._pieces = pieces
         self._version = version
-        self._clock = clock
         # Tables may remember lookups by identity, so each one is made once.
         self._lookups = {
             (name, mode): Lookup(name=f"{name}.{mode}", table=name, mode=mode)
@@ -59,7 +57,7 @@ class ShardWorker(ServedWorker):
             for mode in get_args(Mode)
         }
         self._between = BatchBoundary()
-        self.heartbeat = ThreadHeartbeat(clock)
+        self.heartbeat = ThreadHeartbeat()
         self._count = self._ids = self._bytes = self._others = self._waiting = 0
         self._busy_s = self._queued_s = 0.0
         protocol = ServerProtocol(
@@ -97,8 +95,8 @@ class ShardWorker(ServedWorker):
     def stop(self, *, drain_s: float) -> None:
         """Stop listening, answer what has arrived within `drain_s`, and close all channels. Idempotent."""
         self._server.close_listeners()
-        until_s = self._clock() + drain_s
-        while self._waiting and self._clock() < until_s:
+        until_s = time.monotonic() + drain_s
+        while self._waiting and time.monotonic() < until_s:
             time.sleep(0.01)
         self._server.hang_up()
 
@@ -128,11 +126,11 @@ class ShardWorker(ServedWorker):
         """Return the values, or the version that is here if it is another one."""
         if request.missing:
             raise ValueError(f"there is no piece {request.missing}")
-        came_s = self._clock()
+        came_s = time.monotonic()
         self._waiting += 1
         try:
             with self._between.batch(), torch.inference_mode():
-                began_s = self._clock()
+                began_s = time.monotonic()
                 if request.version != self._version:
                     return self._version
                 self.heartbeat.begin("a lookup")
@@ -143,7 +141,7 @@ class ShardWorker(ServedWorker):
                 self._count += 1
                 self._ids += sum(one.ids.numel() for one in request.requests)
                 self._queued_s += began_s - came_s
-                self._busy_s += self._clock() - began_s
+                self._busy_s += time.monotonic() - began_s
                 return values
         finally:
             self._waiting -= 1

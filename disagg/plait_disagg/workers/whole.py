@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from plait_disagg.protocols import DenseHalf, SparseHalf
 from plait_disagg.queue.jobs import RankJob
@@ -18,16 +18,10 @@ class WholeCore(LocalCore):
     """A core that computes both halves on its only thread."""
 
     def __init__(
-        self,
-        card: ModelCard,
-        sparse: SparseHalf,
-        dense: DenseHalf,
-        *,
-        knobs: WorkerKnobs | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, card: ModelCard, sparse: SparseHalf, dense: DenseHalf, *, knobs: WorkerKnobs | None = None
     ) -> None:
         """Start the core at once; it owns the halves from now on."""
-        super().__init__(card, sparse, knobs=knobs, clock=clock)
+        super().__init__(card, sparse, knobs=knobs, clock=time.monotonic)
         self._dense = dense
         self._start(f"rank {card.name}")
 
@@ -41,18 +35,14 @@ class WholeCore(LocalCore):
 
     def _work(self, jobs: list[RankJob]) -> None:
         with self._between.batch():
-            self._rank(jobs)
-
-    def _rank(self, jobs: list[RankJob]) -> None:
-        clock = self._clock
-        began_s = clock()
-        crossing = self._sparse.run([job.request for job in jobs])
-        looked_up_s = clock()
-        outputs = self._dense.run(crossing, [job.request.candidates for job in jobs])
-        ended_s = clock()
-        self._busy_s += ended_s - began_s
-        lookup_ms, dense_ms = (looked_up_s - began_s) * 1e3, (ended_s - looked_up_s) * 1e3
-        self._answer(jobs, outputs, began_s, version=self.card.version, lookup_ms=lookup_ms, dense_ms=dense_ms)
+            began_s = self._clock()
+            crossing = self._sparse.run([job.request for job in jobs])
+            looked_up_s = self._clock()
+            outputs = self._dense.run(crossing, [job.request.candidates for job in jobs])
+            ended_s = self._clock()
+            self._busy_s += ended_s - began_s
+            lookup_ms, dense_ms = (looked_up_s - began_s) * 1e3, (ended_s - looked_up_s) * 1e3
+            self._answer(jobs, outputs, began_s, version=self.card.version, lookup_ms=lookup_ms, dense_ms=dense_ms)
 
 
 class WholeRanker(CoreRanker):

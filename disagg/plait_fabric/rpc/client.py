@@ -42,7 +42,6 @@ class Client(Generic[T]):
         max_count: int | None = None,
         window: int = 1,
         backoff: Backoff | None = None,
-        rng: random.Random | None = None,
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """Start dialling at once, one connection at a time, so that no two pick the same replica. Each has its own
@@ -54,7 +53,7 @@ class Client(Generic[T]):
         self._count, self._max_count = count, max(count, max_count or count)
         self._window = window
         self._backoff = backoff or Backoff()
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
         self._on_thread = on_thread
         self._outages = Outages()
         self._dialling = threading.Lock()

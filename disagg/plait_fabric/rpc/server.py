@@ -17,9 +17,10 @@ from typing import Any
 
 from plait_fabric.errors import ChannelClosed, FabricError, PeerLost
 from plait_fabric.memory.pool import Pool
-from plait_fabric.protocols import Buffer, Channel, Header, Listener
+from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.rpc.connection import Outbox, Pack
 from plait_fabric.rpc.fields import HANDSHAKE_S, SEND_S, WireError, greeting, read_greeting
+from plait_fabric.transport.acceptor import Listener
 from plait_fabric.values import Message
 
 _log = logging.getLogger(__name__)

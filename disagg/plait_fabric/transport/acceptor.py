@@ -27,8 +27,8 @@ _PAUSE_S = 0.05
 """How long to leave the backlog alone when the process has run out of file descriptors."""
 
 
-class SocketListener:
-    """The `Listener` over a socket."""
+class Listener:
+    """Accepts authenticated peers at one address. A peer that does not authenticate is never returned."""
 
     def __init__(
         self,
@@ -42,12 +42,14 @@ class SocketListener:
         """Own `sock` (bound, listening). `on_close` cleans up the address."""
         self._sock = sock
         self.address = address
+        """The address to connect to, with the actual port if port 0 was requested."""
         self._options = options
         self._greet = greet
         self._on_close = on_close
         self._changed = threading.Condition()
         self._ready: deque[Channel] = deque()
         self.rejected = 0
+        """Connections dropped so far because they failed, or did not finish, the handshake."""
         self._closed = False
         self._pending: dict[socket.socket, tuple[Greeting[Channel], float]] = {}
         self._wake_read, self._wake_write = os.pipe()
@@ -80,7 +82,7 @@ class SocketListener:
         os.close(self._wake_read)  # not by the thread: it may see `_closed` and end before it is woken
         os.close(self._wake_write)
 
-    def __enter__(self) -> SocketListener:
+    def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from plait_fabric.errors import ChannelClosed, FabricError, PeerLost, ProtocolViolation, RecvTimeout, SendTimeout
 from plait_fabric.memory.pool import Pool, release_all
 from plait_fabric.protocols import Channel
-from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.credit import Credit
 from plait_fabric.transport.frames import FrameKind, unpack_places
 from plait_fabric.transport.greeting import Greeting, meet, receive
@@ -226,7 +226,7 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
         raise
 
 
-def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
+def listen(address: Address, secret: bytes, options: FabricOptions) -> Listener:
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
     load_nixl()
 

@@ -18,15 +18,14 @@ import shutil
 import socket
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 from plait_fabric.errors import AddressInUse, AuthFailed, BadAddress, PeerLost, ProtocolViolation, Unreachable
 from plait_fabric.memory.segment import closing, map_segment
-from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.auth import PROOF_BYTES
 from plait_fabric.transport.greeting import HUNG_UP, Greeting, authenticate, introduce, meet
 from plait_fabric.transport.shm import ShmChannel, segment_with_ring
@@ -110,13 +109,15 @@ def _receive_descriptors(sock: socket.socket, nbytes: int, count: int) -> Greeti
     return packet, descriptors
 
 
-def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
+def listen(address: Address, secret: bytes, options: FabricOptions) -> Listener:
     """Listen; see `endpoints.listen`."""
     path = _path_of(address)
     _make_private_folder(path.parent)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with _alone_in(path.parent):
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with closing([folder]):
+            fcntl.flock(folder, fcntl.LOCK_EX)  # or two starting listeners take each other for a leftover
             _remove_leftover(address, path)
             sock.bind(str(path))
             path.chmod(0o600)
@@ -127,7 +128,7 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketLis
         if isinstance(error, OSError):
             raise AddressInUse(f"cannot listen at {address}: {error.strerror}") from error
         raise
-    return SocketListener(
+    return Listener(
         sock,
         address=str(address),
         options=options,
@@ -162,15 +163,6 @@ def _make_private_folder(folder: Path) -> None:
         raise BadAddress(f"cannot use the folder {folder}: {error.strerror}") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise BadAddress(f"the folder {folder} must belong to this user with mode 0700")
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, so that two starting listeners cannot take each other for a leftover."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with closing([descriptor]):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
 
 
 def _remove_leftover(address: Address, path: Path) -> None:

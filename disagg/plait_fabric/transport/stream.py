@@ -34,16 +34,12 @@ class FrameReader:
     def _begin(self) -> None:
         self._prefix: Prefix | None = None
         self._laid_out = False
-        self._lease: Lease | None = None
+        self.lease: Lease | None = None
+        """Of a partially received message."""
         self._views: list[memoryview] = []
         self._unfilled: list[memoryview] = []
         self._bytes = bytearray(PREFIX_BYTES)
         self.wanted = memoryview(self._bytes)
-
-    @property
-    def lease(self) -> Lease | None:
-        """The lease of a partially received message."""
-        return self._lease
 
     @property
     def begun(self) -> bool:
@@ -73,17 +69,17 @@ class FrameReader:
             self.wanted = self._unfilled.pop()
             return None
         header, table = self._bytes[: self._prefix.header_bytes], self._bytes[self._prefix.header_bytes :]
-        frame = StreamFrame(self._prefix, bytes(header), bytes(table), self._views, self._lease)
+        frame = StreamFrame(self._prefix, bytes(header), bytes(table), self._views, self.lease)
         self._begin()
         return frame
 
     def _lay_out(self, prefix: Prefix, acquire: Callable[[int], Lease]) -> None:
         lengths = unpack_lengths(memoryview(self._bytes)[prefix.header_bytes :], prefix)
         if prefix.payload_bytes:
-            self._lease = acquire(sum(map(align, lengths)))
+            self.lease = acquire(sum(map(align, lengths)))
         start = 0
         for nbytes in lengths:
-            memory = self._lease.memory if self._lease else memoryview(bytearray(0))
+            memory = self.lease.memory if self.lease else memoryview(bytearray(0))
             self._views.append(memory[start : start + nbytes])
             start += align(nbytes)
         self._unfilled = [view for view in reversed(self._views) if view.nbytes]

@@ -30,7 +30,7 @@ from plait_fabric.errors import (
 )
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Channel
-from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.auth import PROOF_BYTES
 from plait_fabric.transport.base import ChannelBase
 from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_message_head
@@ -267,7 +267,7 @@ def welcome(sock: socket.socket, secret: bytes, scheme: Scheme) -> Greeting[str]
     return str(Address(scheme=scheme, target=host, port=port))
 
 
-def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
+def listen(address: Address, secret: bytes, options: FabricOptions) -> Listener:
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
 
     def greet(sock: socket.socket) -> Greeting[Channel]:
@@ -279,7 +279,7 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketLis
 
 def listen_with(
     address: Address, options: FabricOptions, greet: Callable[[socket.socket], Greeting[Channel]]
-) -> SocketListener:
+) -> Listener:
     """Listen for connections that are greeted so. Raises `BadAddress`, `AddressInUse`."""
     family = socket.AF_INET6 if ":" in address.target else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -295,4 +295,4 @@ def listen_with(
         raise kind(f"cannot listen at {address}: {error.strerror}") from error
     host, port, *_ = sock.getsockname()
     bound = str(Address(scheme=address.scheme, target=host, port=port))
-    return SocketListener(sock, address=bound, options=options, greet=greet)
+    return Listener(sock, address=bound, options=options, greet=greet)

@@ -11,6 +11,7 @@ convolution x are the windows of its input, as `torch.nn.functional.unfold` make
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -22,6 +23,13 @@ from torch import nn
 # copy of the process. A server has other threads, whose locks nobody opens in the copy: one that waited for standard
 # input's for ever kept the server's pipes open.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # an import of it raises ImportError
+
+MODULES = threading.RLock()
+"""Held by whoever builds, loads or traces a module: one thread at a time.
+
+Loaders of libraries patch `torch.nn.Module` for the whole process while they load (what others build meanwhile lands on
+the meta device), and torch's tracer keeps a map of modules in a global (two traces at once mix their graphs).
+"""
 
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A `float32 (R, in, r)` and B `float32 (R, r, out)` of one layer. Rows of a lower rank are padded with zeros.

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -52,12 +52,10 @@ class AuditPlan:
 
 @dataclass(slots=True, kw_only=True)
 class AuditStatistics:
-    """Counts since the start. `skipped`: calls that found no room to wait; the next of such a shape may. `largest`: the
-    largest difference, as a share of the tolerance."""
+    """Counts since the start. `largest`: the largest difference, as a share of the tolerance."""
 
     checked: int = 0
     drifted: int = 0
-    skipped: int = 0
     failed: int = 0
     largest: float = 0.0
 
@@ -83,19 +81,13 @@ class Auditor:
     """Audits the programs of one process. Thread-safe."""
 
     def __init__(
-        self,
-        plan: AuditPlan,
-        *,
-        idle: Callable[[], bool],
-        on_thread: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        self, plan: AuditPlan, *, idle: Callable[[], bool], on_thread: Callable[[], None] = lambda: None
     ) -> None:
         """Take `idle`, which returns whether nothing else is to be computed now, and `on_thread`, what the auditing
         thread calls first, to leave the cores to others."""
         self.plan = plan
         self._idle = idle
         self._on_thread = on_thread
-        self._clock = clock
         self._lock = threading.Lock()
         self._pending: deque[_Sample] = deque()
         self._pending_bytes = 0
@@ -118,18 +110,13 @@ class Auditor:
     def statistics(self) -> AuditStatistics:
         """Return the counts as they are now."""
         with self._lock:
-            kept = self._statistics
-            return AuditStatistics(
-                checked=kept.checked, drifted=kept.drifted, skipped=kept.skipped, failed=kept.failed,
-                largest=kept.largest,
-            )  # fmt: skip
+            return replace(self._statistics)
 
     def add(self, sample: _Sample) -> bool:
         """Let a call wait for an idle moment, if there is room; return whether there is."""
         with self._lock:
             self.is_full = bool(self._pending) and self._pending_bytes + sample.nbytes > self.plan.pending_bytes
             if self.is_full:
-                self._statistics.skipped += 1
                 return False
             self._pending.append(sample)
             self._pending_bytes += sample.nbytes
@@ -181,9 +168,9 @@ class Auditor:
 
     def _is_quiet(self) -> bool:
         """Return whether the process is idle, and still is after `quiet_s`."""
-        until_s = self._clock() + self.plan.quiet_s
+        until_s = time.monotonic() + self.plan.quiet_s
         while self._idle():
-            if self._clock() >= until_s or background.is_ending():
+            if time.monotonic() >= until_s or background.is_ending():
                 return True
             time.sleep(min(_POLL_S, self.plan.quiet_s))
         return False
@@ -318,7 +305,8 @@ class AuditedProgram:
         self._calls += 1
         # Whether this call is audited must be known before it: what it is given may be overwritten by its answer.
         is_new = shapes not in self._known
-        kept = _copies(inputs) if self._may_sample(is_new) else ()
+        is_due = is_new or self._calls % self._auditor.plan.every == 0
+        kept = _copies(inputs) if is_due and not self._auditor.is_full else ()
         outputs = self._program.run(inputs, factors, copy=copy)
         if kept and self._wants(shapes):
             own = _copies(outputs)
@@ -326,9 +314,6 @@ class AuditedProgram:
             if not self._auditor.add(sample):
                 self._known.pop(shapes, None)
         return outputs
-
-    def _may_sample(self, is_new: bool) -> bool:
-        return not self._auditor.is_full and (is_new or self._calls % self._auditor.plan.every == 0)
 
     def _wants(self, key: Hashable) -> bool:
         """Return whether a call is the first of its key, or one in so many."""

@@ -17,9 +17,8 @@ from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
 from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
-from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, InputSpec
+from plait_kernels.executors import MODULES, AdaptedLayer, Computation, ExecutorError, InputSpec
 from plait_kernels.executors.adapters import Twin
-from plait_kernels.executors.module_lock import MODULES
 
 _EXAMPLE_RANK = 2
 _ELEMENTS = {torch.int64: ov.Type.i64, torch.int32: ov.Type.i32, torch.bool: ov.Type.boolean}
@@ -59,22 +58,20 @@ def _convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
                 torch.zeros(rows, layer.width_in, _EXAMPLE_RANK),
                 torch.zeros(rows, _EXAMPLE_RANK, layer.width_out),
             ]
-            specs += factor_specs(layer)
+            specs += [
+                InputSpec(name=f"{layer.path}.A", shape=(None, layer.width_in, None)),
+                InputSpec(name=f"{layer.path}.B", shape=(None, None, layer.width_out)),
+            ]
         traced = _trace(twin, example)
-        _check_operators(traced, computation.operators)
+        known = computation.operators
+        unknown = sorted(traced_operators(traced) - known) if known is not None else []
+        if unknown:
+            raise ExecutorError(f"{', '.join(unknown)} is not known to be computed as torch does")
         model = _through_frontend(traced, example)
         _set_shapes(model, specs)
     except Exception as error:
         raise ExecutorError(f"conversion failed: {' '.join(str(error).split())[:300]}") from error
     return model, twin.layers
-
-
-def factor_specs(layer: AdaptedLayer) -> list[InputSpec]:
-    """Return the two inputs that a layer's factors are."""
-    return [
-        InputSpec(name=f"{layer.path}.A", shape=(None, layer.width_in, None)),
-        InputSpec(name=f"{layer.path}.B", shape=(None, None, layer.width_out)),
-    ]
 
 
 def save(model: Any, path: Path) -> None:
@@ -102,12 +99,6 @@ def traced_operators(traced: Any) -> frozenset[str]:
             found.add(node.kind())
             blocks.extend(node.blocks())
     return frozenset(kind for kind in found if kind.startswith("aten::"))
-
-
-def _check_operators(traced: Any, known: frozenset[str] | None) -> None:
-    unknown = sorted(traced_operators(traced) - known) if known is not None else []
-    if unknown:
-        raise ExecutorError(f"{', '.join(unknown)} is not known to be computed as torch does")
 
 
 def _through_frontend(traced: Any, example: list[torch.Tensor]) -> Any:

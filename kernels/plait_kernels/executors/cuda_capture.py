@@ -17,15 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _log = logging.getLogger(__name__)
 
-_PREFERRED: dict[str, list[SDPBackend]] = {
-    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "cudnn": [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ],
-}
+_FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_PREFERRED = {"flash": _FLASH, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_FLASH]}
 """Attention kernels in order of preference: those after the first take what it cannot."""
 
 _WARM_UPS, _TIMED = 2, 3

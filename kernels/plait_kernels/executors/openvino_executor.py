@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait_kernels.executors import AdaptedLayer, Computation, RowFactors
-from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.executors import MODULES, AdaptedLayer, Computation, RowFactors
 from plait_kernels.executors.store import ProgramStore, content_key
 from plait_kernels.executors.torch_program import TorchProgram
 
@@ -79,8 +78,6 @@ class OpenVinoSettings:
 
 class OpenVinoExecutor:
     """Prepares computations; `store` keeps the converted models. Thread-safe."""
-
-    name = "openvino"
 
     def __init__(self, store: ProgramStore, settings: OpenVinoSettings) -> None:
         self._store = store

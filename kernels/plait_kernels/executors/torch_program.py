@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from plait_kernels.executors import Computation, RowFactors
+from plait_kernels.executors import MODULES, Computation, RowFactors
 from plait_kernels.executors.adapters import Twin, check_factors, flat_factors
-from plait_kernels.executors.module_lock import MODULES
 
 
 class TorchProgram:

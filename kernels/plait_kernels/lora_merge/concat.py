@@ -19,7 +19,10 @@ def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], 
         weight.copy_(pristine)
         return
     check_terms(pristine, terms)
-    up, down = _stacked(terms, pristine.device)
+    device = pristine.device
+    ups = [term.up.to(device, torch.float32) * term.c for term in terms]
+    downs = [term.down.to(device, torch.float32) for term in terms]
+    up, down = (ups[0], downs[0]) if len(terms) == 1 else (torch.cat(ups, dim=1), torch.cat(downs))
     if proven_finite and weight.dtype is torch.float32 and weight.is_contiguous() and pristine.is_contiguous():
         torch.addmm(pristine.flatten(1), up, down, out=weight.flatten(1))  # flatten of contiguous memory is a view
         return
@@ -27,10 +30,3 @@ def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], 
     if not (proven_finite or is_finite(total)):
         raise NonFiniteMerge("the merged weight is not finite")
     weight.copy_(total.view(weight.shape))
-
-
-def _stacked(terms: Sequence[Term], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[c_1 B_1 | c_2 B_2 | ...]` and `[A_1; A_2; ...]` in fp32 on `device`."""
-    ups = [term.up.to(device, torch.float32) * term.c for term in terms]
-    downs = [term.down.to(device, torch.float32) for term in terms]
-    return (ups[0], downs[0]) if len(terms) == 1 else (torch.cat(ups, dim=1), torch.cat(downs))

@@ -14,10 +14,10 @@ from torch import nn
 
 from plait.errors import PlaitError, told
 from plait.targets import load_target
-from plait_disagg.graph.advice import advice
 from plait_disagg.graph.capture import obstacles
 from plait_disagg.graph.errors import GraphError, UnsupportedOperator
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
+from plait_disagg.graph.report import advice
 from plait_disagg.graph.store import load_program
 from plait_disagg.package.items import Items
 from plait_disagg.package.manifest import CN, Manifest, PackageError

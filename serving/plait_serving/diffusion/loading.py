@@ -23,7 +23,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from plait_kernels.devices import is_gpu
-from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.executors import MODULES
 from plait_kernels.threads import set_threads
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.memory import gigabytes

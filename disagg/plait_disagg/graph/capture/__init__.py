@@ -168,7 +168,7 @@ class _Capture:
         if tensor is not None:
             name, found = tensor
             return self._draft.hold(found, name)
-        name = self._exported.input_name(node)
+        name = self._exported.inputs[node.name]
         port, counts = next(port for port in ports_of(self._inputs) if port.name == name), PER_ROW
         for item in self._inputs:
             if isinstance(item, Bag) and name in tensor_names((item,)):

@@ -126,11 +126,11 @@ class Exported:
         self._program = program
         self._specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         names = program.graph_signature.user_inputs
-        self._inputs = dict(zip(names, _names_in_order(program, tensors), strict=True))
+        self.inputs: dict[str, str] = dict(zip(names, _names_in_order(program, tensors), strict=True))
         fronts: dict[str, Any] = {}
         for node in program.graph.find_nodes(op="placeholder"):
-            if node.name in self._inputs:
-                name, front = self._inputs[node.name], node.meta["val"].shape[0]
+            if node.name in self.inputs:
+                name, front = self.inputs[node.name], node.meta["val"].shape[0]
                 if not isinstance(front, torch.SymInt):
                     raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
                 fronts[name] = front
@@ -165,10 +165,6 @@ class Exported:
         if not isinstance(found, torch.Tensor):
             raise UnsupportedOperator(node.name, f"{spec.kind} is not a tensor")
         return name.removeprefix("module."), found.detach()
-
-    def input_name(self, node: fx.Node) -> str:
-        """Return the input's name in the declaration."""
-        return str(self._inputs[node.name])
 
     def outputs(self) -> dict[str, fx.Node | None]:
         """Return the outputs by public name."""
@@ -289,16 +285,14 @@ def _said(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, KeyError | IndexError | AttributeError | TypeError):  # whose texts alone say little
         text = f"{type(error).__name__}: {text}"
-    if "FakeTensor" in text and any(frame.filename.endswith("modules/rnn.py") for frame in _frames(error)):
+    if "FakeTensor" in text and any(
+        frame.filename.endswith("modules/rnn.py") for frame in traceback.extract_tb(error.__traceback__)
+    ):
         return "it packs a history by its length: run the layer over all steps and read the one at length - 1"
     if "data-dependent" in text.lower():
         why = "it decides by the data of all rows (as `if x.any():` does)"
         return f"{why}; compute both ways and choose for each row with torch.where. torch says: {text[:200]}"
     return text[:600]
-
-
-def _frames(error: BaseException) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
 
 
 def _raised_at(error: BaseException) -> str:

@@ -110,14 +110,15 @@ class PackageSource:
 def _opened_sharded(folder: Path, sharded: ShardedModel) -> OpenedPackage:
     """Open the CN half of a model whose tables are elsewhere, or what one of its shards holds."""
     from plait_disagg.package.read import open_package
-    from plait_disagg.package.sharding import held_pieces, identity, plan_of, remote_tables
+    from plait_disagg.package.sharding import identity, plan_of, remote_tables
     from plait_disagg.refresh.live_package import open_live
+    from plait_disagg.tables.pieces import HeldPieces
 
     package = open_package(folder, ahead=False)
     plan = plan_of(package, sharded.sharding)
     if sharded.reach is None:
-        pieces = partial(held_pieces, plan=plan, shard=sharded.shard)
-        live = open_live(folder, sparse=False, dense=False, pieces=pieces)
+        mine = plan.of_shard(sharded.shard)
+        live = open_live(folder, sparse=False, dense=False, pieces=lambda it: HeldPieces(it.tables, mine))
         who = identity(package, plan, sharded.shard)
         return OpenedPackage(card=live.card(), live=live, identity=who, pieces=live.pieces)
     tables = partial(remote_tables, plan=plan, reach=sharded.reach)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import diffusers
 
-from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.executors import MODULES
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.families import row_of_file
 from plait_serving.diffusion.lora.container import inspect

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fakes.graphs import FakeCapture
-from plait_disagg.dense.graphed import DenseGraphs
+from plait_disagg.dense.prepared import DenseGraphs
 from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.program import USER_OF
 from plait_disagg.queue.batch import user_of
@@ -22,11 +22,11 @@ def configuration(request, tmp_path_factory) -> PackagedConfiguration:
     return PackagedConfiguration(request.param, tmp_path_factory.mktemp("graphed") / request.param)
 
 
-def make_graphs(configuration: PackagedConfiguration) -> DenseGraphs:
+def make_graphs(configuration: PackagedConfiguration) -> tuple[DenseGraphs, GraphMemory]:
     """Of its dense half, on the CPU."""
     package = configuration.package
     program, memory = compile_program(package.hn, package.constants), GraphMemory(FakeCapture(), budget_bytes=1 << 30)
-    return DenseGraphs(program, torch.device("cpu"), memory)
+    return DenseGraphs(program, torch.device("cpu"), memory), memory
 
 
 def crossing(configuration: PackagedConfiguration, candidates: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def crossing(configuration: PackagedConfiguration, candidates: tuple[int, ...], 
 def test_scores_are_those_of_the_program(configuration):
     """Eagerly, captured, again where a larger one came, replayed; one user and several; what the last batch left in a
     graph does not show."""
-    half, graphs = configuration.package.dense(), make_graphs(configuration)
+    half, (graphs, memory) = configuration.package.dense(), make_graphs(configuration)
     for seed, candidates in enumerate(BATCHES * 3):
         given = crossing(configuration, candidates, seed)
         wanted = half.run(given, candidates)
@@ -46,12 +46,12 @@ def test_scores_are_those_of_the_program(configuration):
         assert made.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(made[name], value, rtol=0, atol=1e-5)
-    assert graphs.graphs == len({(len(batch), (sum(batch) - 1).bit_length()) for batch in BATCHES})
+    assert memory.graphs == len({(len(batch), (sum(batch) - 1).bit_length()) for batch in BATCHES})
 
 
 def test_answers_stay_when_the_graph_runs_again(configuration):
     """What was returned is not overwritten by the next batch of its bucket."""
-    graphs = make_graphs(configuration)
+    graphs, _ = make_graphs(configuration)
     batches = [crossing(configuration, (8,), seed) for seed in range(3)]
     first, second, _ = (graphs.run(given, 1, 8) for given in batches)
     kept = {name: value.clone() for name, value in second.items()}

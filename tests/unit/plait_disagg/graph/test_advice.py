@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plait_disagg.graph.advice import advice
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.inputs import Dense, Ids
+from plait_disagg.graph.report import advice
 from plait_disagg.graph.split import split
 from plait_disagg.graph.tile import tile
 

@@ -223,10 +223,10 @@ class TestRefusals:
         ("change", "says"),
         [
             ({"format": 2}, "format 2 is not 1"),
-            ({"name": "../up"}, "must match"),
+            ({"name": "../up"}, "name: String should match"),
             ({"inputs": [{"kind": "code", "name": "x"}]}, "is not an input"),
             ({"bounds": 3}, "bounds|object"),
-            ({"cut": {}}, "cutter is missing"),
+            ({"cut": {}}, r"cut\.cutter: Field required"),
             ({"files": {"../../etc/passwd": "0"}}, "missing"),
             ({"files": {}}, "not listed"),
         ],

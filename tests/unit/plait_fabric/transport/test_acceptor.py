@@ -20,7 +20,7 @@ def test_a_listener_whose_thread_ends_first_closes_well(monkeypatch):
     options, ended, write = FabricOptions(), threading.Event(), os.write
     sock = socket.create_server(("127.0.0.1", 0))
     target = sock.getsockname()
-    listener = acceptor.SocketListener(
+    listener = acceptor.Listener(
         sock,
         address="tcp://listener",
         options=options,

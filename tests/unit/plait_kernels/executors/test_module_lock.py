@@ -6,8 +6,7 @@ import threading
 
 import torch
 
-from plait_kernels.executors import Computation, InputSpec
-from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.executors import MODULES, Computation, InputSpec
 from plait_kernels.executors.torch_program import TorchProgram
 
 
