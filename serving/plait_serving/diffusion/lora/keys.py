@@ -98,19 +98,14 @@ _BARE = (
 _PEFT_ENDING = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(?:(?:\.[^.]+)?\.weight)?$")
 
 _OF_BIAS = (".diff_b", ".b_norm")
+_DOWN_UP = ("lora_", "lora_linear_layer.", "lora.", "")  # the empty one last: the others end like it
 _ROLES: tuple[tuple[str, TensorRole], ...] = (
     *((f".{role.name.lower()}", role) for role in TensorRole if role.name.startswith(("HADA_", "LOKR_", "DORA_"))),
     (".lora_A.weight", TensorRole.DOWN),
     (".lora_B.weight", TensorRole.UP),
     (".lora_magnitude_vector.weight", TensorRole.MAGNITUDE),
-    (".lora_down.weight", TensorRole.DOWN),
-    (".lora_up.weight", TensorRole.UP),
-    (".lora_linear_layer.down.weight", TensorRole.DOWN),
-    (".lora_linear_layer.up.weight", TensorRole.UP),
-    (".lora.down.weight", TensorRole.DOWN),
-    (".lora.up.weight", TensorRole.UP),
-    (".down.weight", TensorRole.DOWN),
-    (".up.weight", TensorRole.UP),
+    *((f".{start}down.weight", TensorRole.DOWN) for start in _DOWN_UP),
+    *((f".{start}up.weight", TensorRole.UP) for start in _DOWN_UP),
     (".alpha", TensorRole.ALPHA),
     (".diff", TensorRole.DIFFERENCE),
     (".w_norm", TensorRole.DIFFERENCE),

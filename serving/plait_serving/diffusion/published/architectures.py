@@ -41,27 +41,17 @@ class ModelPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerPart:
-    """The scheduler of a pipeline: a class of diffusers and what its published file says.
-
-    The files say more than their own class takes: it is for other schedulers that are made of them.
-    """
-
-    class_name: str
-    config: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """What a model's folder consists of.
 
-    `pipeline` and `scheduler` are None for a ControlNet. `pad_tokens` are those of each CLIP tokenizer's folder; a T5
+    `pipeline` and `scheduler` are None for a ControlNet. A scheduler's file says more than its own class takes: it is
+    for other schedulers that are made of it. `pad_tokens` are those of each CLIP tokenizer's folder; a T5
     encoder has its own. `index` is what `model_index.json` holds beside the parts.
     """
 
     parts: tuple[ModelPart, ...]
     pipeline: str | None = None
-    scheduler: SchedulerPart | None = None
+    scheduler: ModelPart | None = None
     pad_tokens: Mapping[str, str] = field(default_factory=dict)
     index: Mapping[str, Any] = field(default_factory=dict)
 
@@ -121,8 +111,8 @@ def _controlnet(config: Mapping[str, Any]) -> Architecture:
     return Architecture(parts=(part,))
 
 
-def _scheduler(class_name: str, **config: Any) -> SchedulerPart:
-    return SchedulerPart(class_name=class_name, config=config)
+def _scheduler(class_name: str, **config: Any) -> ModelPart:
+    return ModelPart(folder="scheduler", library="diffusers", class_name=class_name, config=config)
 
 
 # ---- VAEs and text encoders -----------------------------------------------------------------------------------------

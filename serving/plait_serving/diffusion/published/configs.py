@@ -17,7 +17,6 @@ from plait_serving.diffusion.published.architectures import (
     T5,
     Architecture,
     ModelPart,
-    SchedulerPart,
     tokenizer_of,
 )
 
@@ -61,7 +60,7 @@ def write_configs(architecture: Architecture, folder: Path, modules: Mapping[str
         write_tokenizer(folder / name, pad_token=pad_token)
     if (scheduler := architecture.scheduler) is not None:
         kind = getattr(diffusers, scheduler.class_name)
-        kind.from_config(dict(scheduler.config)).save_pretrained(folder / "scheduler")
+        kind.from_config(dict(scheduler.config)).save_pretrained(folder / scheduler.folder)
         index = json.dumps(_index(architecture, scheduler), indent=2)
         (folder / "model_index.json").write_text(index + "\n", encoding="utf-8")
 
@@ -77,7 +76,7 @@ def _write_config(place: Path, part: ModelPart, module: nn.Module) -> None:
     config.save_pretrained(place)
 
 
-def _index(architecture: Architecture, scheduler: SchedulerPart) -> dict[str, Any]:
+def _index(architecture: Architecture, scheduler: ModelPart) -> dict[str, Any]:
     parts = {part.folder: [part.library, part.class_name] for part in architecture.parts}
     tokenizers = {name: ["transformers", "CLIPTokenizer"] for name in architecture.pad_tokens}
     tokenizers |= {
@@ -89,7 +88,7 @@ def _index(architecture: Architecture, scheduler: SchedulerPart) -> dict[str, An
         **architecture.index,
         **parts,
         **tokenizers,
-        "scheduler": ["diffusers", scheduler.class_name],
+        scheduler.folder: [scheduler.library, scheduler.class_name],
     }
 
 
