@@ -12,11 +12,11 @@ import pytest
 
 from fakes.engine import size_of
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.queue.bounds import wait_s
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.queue.shares import TenantShares
+from plait_serving.diffusion.request_registry import wait_s
 from plait_serving.diffusion.values import Edit, Tenant
 from support.engine import request
 
