@@ -31,10 +31,10 @@ as integers, see `ALPHA_DTYPES`."""
 
 ALPHA_DTYPES: Mapping[str, str] = MappingProxyType({**DTYPES, "I64": "int64", "I32": "int32"})
 
-_ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-)  # fmt: skip
+_ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
 
 # Other things that people put under a .safetensors name, by their first bytes.
 _MAGIC: tuple[tuple[tuple[bytes, ...], str], ...] = (

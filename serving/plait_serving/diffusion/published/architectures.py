@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, Literal
 
 from plait_serving.diffusion.errors import ModelError
@@ -242,16 +241,14 @@ def _flux(*, guidance: bool) -> Architecture:
     )
 
 
-ARCHITECTURES: Mapping[FamilyName, Architecture] = MappingProxyType(
-    {
-        FamilyName.SD15: _SD15,
-        FamilyName.SD21: _SD21,
-        FamilyName.SDXL: _SDXL,
-        FamilyName.SD15_CONTROLNET: _controlnet(_SD15_BODY),
-        FamilyName.SDXL_CONTROLNET: _controlnet(_SDXL_BODY),
-        FamilyName.SD35_MEDIUM: _sd35(24, positions=384, dual=13),
-        FamilyName.SD35_LARGE: _sd35(38, positions=192, dual=0),
-        FamilyName.FLUX_DEV: _flux(guidance=True),
-        FamilyName.FLUX_SCHNELL: _flux(guidance=False),
-    }
-)
+ARCHITECTURES: Mapping[FamilyName, Architecture] = {
+    FamilyName.SD15: _SD15,
+    FamilyName.SD21: _SD21,
+    FamilyName.SDXL: _SDXL,
+    FamilyName.SD15_CONTROLNET: _controlnet(_SD15_BODY),
+    FamilyName.SDXL_CONTROLNET: _controlnet(_SDXL_BODY),
+    FamilyName.SD35_MEDIUM: _sd35(24, positions=384, dual=13),
+    FamilyName.SD35_LARGE: _sd35(38, positions=192, dual=0),
+    FamilyName.FLUX_DEV: _flux(guidance=True),
+    FamilyName.FLUX_SCHNELL: _flux(guidance=False),
+}

@@ -75,12 +75,12 @@ _SD3: Mapping[str, str] = {
     "context_embedder": "context_embedder",
     **_mlp("t_embedder.mlp", ("0", "2"), _TIMESTEP),
     **_mlp("y_embedder.mlp", ("0", "2"), _POOLED),
-    **_stream("joint_blocks.#.x_block.", _SD3_PARTS, _OF_IMAGE),
-    **_stream("joint_blocks.#.context_block.", _SD3_PARTS, _OF_TEXT),
     "joint_blocks.#.x_block.attn2.qkv": _QKV.replace("attn.", "attn2."),
     "joint_blocks.#.x_block.attn2.ln_q": "attn2.norm_q",
     "joint_blocks.#.x_block.attn2.ln_k": "attn2.norm_k",
     "joint_blocks.#.x_block.attn2.proj": "attn2.to_out.0",
+    **_stream("joint_blocks.#.x_block.", _SD3_PARTS, _OF_IMAGE),
+    **_stream("joint_blocks.#.context_block.", _SD3_PARTS, _OF_TEXT),
 }
 _STACKS = {"double_blocks.": "transformer_blocks", "joint_blocks.": "transformer_blocks",
            "single_blocks.": "single_transformer_blocks"}  # fmt: skip

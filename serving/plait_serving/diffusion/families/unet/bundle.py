@@ -236,8 +236,6 @@ def _text_kinds(folder: Path, kind: UNetKind) -> Mapping[str, Any]:
     if kind is UNetKind.SDXL:
         kinds["text_encoder_2"] = CLIPTextModelWithProjection
     for encoder in kinds:
-        if not (folder / encoder).is_dir():
-            raise ModelError(f"{folder / encoder}: missing")
         read_json(folder / encoder / "config.json")
     return kinds
 
@@ -251,9 +249,7 @@ def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:
     for part in ("safety_checker", "feature_extractor"):
         if not (folder / part).is_dir():
             raise ModelError(f"{folder / part}: missing, though model_index.json names a safety checker")
-    return translate(
-        folder / "feature_extractor", lambda path: CLIPImageProcessor.from_pretrained(path, local_files_only=True)
-    )
+    return translate(folder / "feature_extractor", partial(CLIPImageProcessor.from_pretrained, local_files_only=True))
 
 
 def _checker_kind() -> Any:
