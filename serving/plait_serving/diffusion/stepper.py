@@ -121,7 +121,7 @@ class Stepper:
             images = self.denoiser.finish(latents)
             flagged = (False,) * len(images)
             if self.denoiser.safety is not None:
-                images, flagged = self.denoiser.safety.check(images)
+                images, flagged = self.denoiser.safety(images)
             return overlaid(to_rgb(images), flagged, edit), flagged
 
     def _start(self, unit: Unit, sampler: RequestSampler, until_s: float) -> bool:

@@ -13,12 +13,7 @@ import diffusers
 import torch
 from torch import nn
 
-from plait_serving.diffusion.published.architectures import (
-    T5,
-    Architecture,
-    ModelPart,
-    tokenizer_of,
-)
+from plait_serving.diffusion.published.architectures import T5, Architecture, ModelPart, tokenizer_of
 
 
 def build_on_meta(part: ModelPart) -> nn.Module:

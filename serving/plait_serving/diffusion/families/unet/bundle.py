@@ -20,12 +20,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.encoders import tokenizer_of
-from plait_serving.diffusion.families.unet.config import (
-    UNetKind,
-    check_unet_config,
-    check_vae_config,
-    kind_of_config,
-)
+from plait_serving.diffusion.families.unet.config import UNetKind, check_unet_config, check_vae_config, kind_of_config
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
