@@ -62,17 +62,22 @@ class MovableControlNetClient(ControlNetClient):
         self._asked: set[Placement] = set()
         self._is_away = False
 
+    @property
+    def times(self) -> StepTimes | None:
+        """The times that AUTO has decided by, if any."""
+        return self._trial.times
+
     def place(self) -> Placement:
         """Return where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
         wanted = self._wanted()
         if wanted is Placement.AUTO and self._remote is not None and not self._trial.is_over:
             self._chosen = None
             return self._trial.next_place()
-        if self._chosen is not None and self._chosen[:2] == (wanted, self._trial.times):
+        if self._chosen is not None and self._chosen[:2] == (wanted, self.times):
             return self._chosen[2]
         place, why = self._choice(wanted)
         _log.info("ControlNet %s runs %s: %s", self.name, place.value, why)
-        self._chosen = (wanted, self._trial.times, place)
+        self._chosen = (wanted, self.times, place)
         if place is Placement.REMOTE:
             self._clients.pop(Placement.LOCAL, None)  # its weights go with the last session that lives there
         return place
@@ -86,9 +91,9 @@ class MovableControlNetClient(ControlNetClient):
             return wanted, "as configured"
         if self._remote is None:
             return Placement.LOCAL, "nothing else is possible"
-        if self._trial.times is None:
+        if self.times is None:
             return Placement.LOCAL, "nothing was measured"
-        local_s, remote_s = self._trial.times
+        local_s, remote_s = self.times
         faster = Placement.REMOTE if remote_s < local_s else Placement.LOCAL
         return faster, f"steps took {local_s * 1e3:.1f} ms local, {remote_s * 1e3:.1f} ms remote"
 
