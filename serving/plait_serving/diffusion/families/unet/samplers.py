@@ -193,6 +193,8 @@ def _make(
     kind: Scheduler, config: SchedulerConfig, wishes: Mapping[str, Any], steps: int, device: torch.device | str
 ) -> Any:
     scheduler_class, overrides = _classes(config)[kind]
+    if steps < 1:
+        raise RequestError("must be at least 1", param="num_inference_steps")
     try:
         scheduler = scheduler_class.from_config({**config.of(scheduler_class.__name__), **wishes, **overrides})
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
