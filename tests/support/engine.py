@@ -79,7 +79,7 @@ class Watch:
     def __init__(self, engine, asked) -> None:
         self.events = []
         self.ended = threading.Event()
-        self.ticket = engine.submit(asked, self._sink)
+        self.cancel = engine.submit(asked, self._sink)
 
     def _sink(self, event) -> None:
         self.events.append(event)

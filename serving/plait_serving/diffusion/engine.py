@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from plait_serving.diffusion.admission import ImageLimits, check_prompts, check_request
 from plait_serving.diffusion.errors import DeadlineMissed, NotFound
@@ -32,19 +32,6 @@ _FAR, _LONG_S = 4.0, 120.0
 """So many times a model's own number of pixels, or so many seconds, get a hint."""
 _NEWEST_SHARE = 0.1
 """Of the newest request in the average by which others are sent to replicas."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
-    """A caller's handle on an accepted request."""
-
-    _job: ImageJob
-    _wake: Callable[[], None]
-
-    def cancel(self) -> None:
-        """Cancel the request at the next step boundary; its sink then gets `Failed(Cancelled)`. Idempotent."""
-        self._job.cancelled = True
-        self._wake()
 
 
 class Engine:
@@ -100,8 +87,9 @@ class Engine:
             self.pool.check(model)
         self.between_steps(lambda: self.pool.rest(model, asleep=asleep))
 
-    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
-        """Accept a request and start loading its LoRA set.
+    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Callable[[], None]:
+        """Accept a request and start loading its LoRA set. Return what cancels it at the next step boundary, as often
+        as it is called: its sink then gets `Failed(Cancelled)`.
 
         `sink` gets the events from engine threads, `Finished` or `Failed` last; it must not block. Raises
         `RequestError`, `NotFound`, `Overloaded`, `DeadlineMissed` or `EngineStopped`; then nothing was started.
@@ -138,7 +126,12 @@ class Engine:
                 job.loras.add_done_callback(lambda _: self._loaded(job))
         usual_s = job.work_s if model.usual_s is None else model.usual_s
         model.usual_s = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
-        return Ticket(job, self._registry.wake)
+
+        def cancel() -> None:
+            job.cancelled = True
+            self._registry.wake()
+
+        return cancel
 
     def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:
         """Submit and wait. For scripts; servers use `submit`. Raises the request's error, or `TimeoutError`."""
@@ -150,11 +143,11 @@ class Engine:
             elif isinstance(event, Failed):
                 done.set_exception(event.error)
 
-        ticket = self.submit(request, sink)
+        cancel = self.submit(request, sink)
         try:
             return done.result(timeout_s)
         except BaseException:
-            ticket.cancel()
+            cancel()
             raise
 
     def between_steps(self, function: Callable[[], None]) -> None:

@@ -31,16 +31,6 @@ class EngineError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Keep every attribute when pickled: errors cross a Ray handle."""
-        return (_rebuild, (type(self), self.message, self.__dict__))
-
-
-def _rebuild(cls: type[EngineError], message: str, state: dict[str, object]) -> EngineError:
-    error = cls(message)
-    error.__dict__.update(state)
-    return error
-
 
 class RequestError(EngineError):
     """The caller must change the request; `param` names the field (dotted, e.g. `loras.0.name`)."""

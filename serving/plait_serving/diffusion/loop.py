@@ -293,9 +293,9 @@ class DenoiseLoop:
         self._charge(job, job.spent.encode_s - spent_s)
         if ready and unit.step == 0 and job.request.tenant.counts:
             if not job.request.controlnets:
-                model.forecast.charged_encode(job.size.chunks, job.spent.encode_s - job.spent.source_s)
+                model.forecast.encodes.add(1, (job.spent.encode_s - job.spent.source_s) / job.size.chunks)
             if job.request.edit is not None and unit.first_image == 0:
-                model.forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
+                model.forecast.sources.add(job.request.width * job.request.height, job.spent.source_s)
         return ready
 
     def _take_outcome(self, unit: Unit, outcome: Outcome) -> None:
@@ -368,7 +368,7 @@ class DenoiseLoop:
         decode_s, request = now_s - started_s, job.request
         self._charge(job, decode_s)
         if request.tenant.counts:
-            self._model(job).forecast.charged_decode(request.width * request.height, decode_s / request.n)
+            self._model(job).forecast.decodes.add(request.width * request.height, decode_s / request.n)
         result = result_of(job, images, flagged, decode_s=decode_s, now_s=now_s)
         self._registry.close(job, Finished(result=result))
 

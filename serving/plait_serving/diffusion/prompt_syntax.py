@@ -51,9 +51,7 @@ def hint_of(prompt: str) -> str | None:
 
 def take_loras(prompt: str, param: str) -> tuple[str, list[tuple[str, float]]]:
     """Return a prompt without its LoRA tags, and their names and scales. Raises `RequestError` naming `param`."""
-    loras = []
-    for name, scale in _LORA.findall(prompt):
-        loras.append((name.strip(), _number(scale or "1", param)))
+    loras = [(name.strip(), _number(scale or "1", param)) for name, scale in _LORA.findall(prompt)]
     return _LORA.sub("", prompt), loras
 
 

@@ -6,7 +6,7 @@ unconditional ones first, in diffusers' order; without CFG, R = n. L = the text'
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -159,6 +159,11 @@ class StepCall:
     extra: torch.Tensor | None = None
 
 
+SafetyChecker: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[bool, ...]]]
+"""Returns a copy of `float (n, 3, H, W)` in [0, 1] with flagged images black, and the flags. Decode thread only, in
+inference mode."""
+
+
 class Denoiser(Protocol):
     """A base model in memory: what its family makes of a request. Owns the weights; compute thread only.
 
@@ -219,13 +224,6 @@ class Denoiser(Protocol):
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode `(n, c, h, w)` latents to `float (n, 3, H, W)` in [0, 1], image by image."""
-
-
-class SafetyChecker(Protocol):
-    """Blacks out images that must not be shown."""
-
-    def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
-        """Return a copy of `float (n, 3, H, W)` in [0, 1] with flagged images black, and the flags."""
 
 
 class RequestSampler(Protocol):

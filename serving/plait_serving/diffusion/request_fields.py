@@ -34,8 +34,8 @@ def _printable(text: str) -> str:
     return text
 
 
-def _positive_zero(value: float) -> float:
-    return value + 0.0  # -0.0 becomes 0.0, so that equal sets print and hash alike
+# -0.0 becomes 0.0, so that equal sets print and hash alike.
+_positive_zero = AfterValidator(lambda value: value + 0.0)
 
 
 def pixels_of(value: object) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def text_of(chars: int) -> Any:
 
 def between(low: float, high: float) -> Any:
     """Return the type of a number within bounds; no -0.0."""
-    return Annotated[float, Field(ge=low, le=high, allow_inf_nan=False), AfterValidator(_positive_zero)]
+    return Annotated[float, Field(ge=low, le=high, allow_inf_nan=False), _positive_zero]
 
 
 def whole(low: int, high: int | None = None) -> Any:
@@ -133,18 +133,16 @@ class RequestField:
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def request_fields(of: type) -> Mapping[str, RequestField]:
-    """Return the fields of a dataclass that requests may have, by the engine's names."""
-    return _request_fields(of)
-
-
-@cache
 def _request_fields(of: Any) -> Mapping[str, RequestField]:
     hints, found = get_type_hints(of, include_extras=True), dict[str, RequestField]()
     for each in fields(of):
         for said in getattr(hints[each.name], "__metadata__", ()):
             found[each.name] = replace(said, name=said.name or each.name, default=each.default)
     return found
+
+
+request_fields: Callable[[Any], Mapping[str, RequestField]] = cache(_request_fields)
+"""The fields of a dataclass that requests may have, by the engine's names."""
 
 
 def body_fields(of: type) -> dict[str, Any]:

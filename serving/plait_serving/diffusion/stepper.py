@@ -121,7 +121,7 @@ class Stepper:
             images = self.denoiser.finish(latents)
             flagged = (False,) * len(images)
             if self.denoiser.safety is not None:
-                images, flagged = self.denoiser.safety.check(images)
+                images, flagged = self.denoiser.safety(images)
             return overlaid(to_rgb(images), flagged, edit), flagged
 
     def _start(self, unit: Unit, sampler: RequestSampler, until_s: float) -> bool:
@@ -169,17 +169,13 @@ class Stepper:
     def _open_controls(self, unit: Unit) -> None:
         request = unit.job.request
         assert unit.conditioning is not None
-        opened: list[ActiveControl] = []
-        try:
-            for control in request.controlnets:
-                client = self.controlnets[control.name]
-                with on_behalf_of(lambda: (request.request_id,)):
-                    session = client.open(
-                        image=control.image, conditioning=unit.conditioning, width=request.width, height=request.height
-                    )
-                opened.append(ActiveControl(client=client, session=session, scale=control.scale))
-        finally:
-            unit.controls = tuple(opened)
+        for control in request.controlnets:
+            client = self.controlnets[control.name]
+            with on_behalf_of(lambda: (request.request_id,)):
+                session = client.open(
+                    image=control.image, conditioning=unit.conditioning, width=request.width, height=request.height
+                )
+            unit.controls += (ActiveControl(client=client, session=session, scale=control.scale),)
 
     def _call(self, unit: Unit) -> StepCall:
         assert unit.sampler is not None

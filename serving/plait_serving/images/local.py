@@ -13,7 +13,7 @@ from plait_serving.images.service import Catalog
 from plait_serving.replica_metrics import ReplicaMetrics
 
 if TYPE_CHECKING:
-    from plait_serving.diffusion.engine import Engine, Ticket
+    from plait_serving.diffusion.engine import Engine
 
 
 class LocalImageService:
@@ -73,15 +73,15 @@ class LocalImageService:
                 if not loop.is_closed():
                     raise
 
-        # A submit that has begun cannot be called back: the shield lets it end, so that its ticket is never lost.
+        # A submit that has begun cannot be called back: the shield lets it end, so that what cancels it is never lost.
         submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, request, sink))
         try:
-            ticket = await asyncio.shield(submitting)
+            cancel = await asyncio.shield(submitting)
         except EngineError as error:
             yield Failed(error=error)
             return
         except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_ticket)
+            submitting.add_done_callback(_cancel)
             raise
         ended = False
         try:
@@ -91,9 +91,9 @@ class LocalImageService:
                 yield event
         finally:
             if not ended:
-                ticket.cancel()
+                cancel()
 
 
-def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:
+def _cancel(submitting: asyncio.Future[Callable[[], None]]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()
+        submitting.result()()

@@ -57,7 +57,7 @@ class MovableControlNetClient(ControlNetClient):
         self._local, self._remote = local, remote
         self._clients: dict[Placement, ControlNetClient] = {}
         self._wanted = wanted
-        self._trial = None if remote is None else PlacementTrial(clock)
+        self._trial = PlacementTrial(clock)
         self._chosen: tuple[Placement, StepTimes | None, Placement] | None = None
         self._asked: set[Placement] = set()
         self._is_away = False
@@ -65,14 +65,14 @@ class MovableControlNetClient(ControlNetClient):
     @property
     def times(self) -> StepTimes | None:
         """The times that AUTO has decided by, if any."""
-        return None if self._trial is None else self._trial.times
+        return self._trial.times
 
     def place(self) -> Placement:
         """Return where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
-        wanted, trial = self._wanted(), self._trial
-        if wanted is Placement.AUTO and trial is not None and not trial.is_over:
+        wanted = self._wanted()
+        if wanted is Placement.AUTO and self._remote is not None and not self._trial.is_over:
             self._chosen = None
-            return trial.next_place()
+            return self._trial.next_place()
         if self._chosen is not None and self._chosen[:2] == (wanted, self.times):
             return self._chosen[2]
         place, why = self._choice(wanted)
@@ -116,10 +116,9 @@ class MovableControlNetClient(ControlNetClient):
             if self._is_away and place is Placement.REMOTE:
                 _log.info("ControlNet %s: its service is back", self.name)
                 self._is_away = False
-                if self._trial is None or self._trial.is_over:
+                if self._trial.is_over:
                     self._clients.pop(Placement.LOCAL, None)
-        if self._trial is not None:
-            self._trial.opened(place)
+        self._trial.opened(place)
         return _MovableSession(client, inner)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
@@ -141,7 +140,7 @@ class MovableControlNetClient(ControlNetClient):
     def stepped(self, kind: Hashable, seconds: float | None) -> None:
         """Take what a step has cost, if one place alone was asked in it."""
         asked, self._asked = self._asked, set()
-        if self._trial is not None and seconds is not None and len(asked) == 1:
+        if seconds is not None and len(asked) == 1:
             self._trial.record(asked.pop(), kind, seconds)
 
     def close(self, session: ControlSession) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.flow import checkpoints as flow_files
 from plait_serving.diffusion.families.unet import config as unet_config
+from plait_serving.diffusion.families.unet.config import check_controlnet
 from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, is_controlnet, read_json
 
 if TYPE_CHECKING:
@@ -172,11 +173,6 @@ def components(folder: Path) -> Mapping[str, nn.Module]:
 def kind_of_controlnet(folder: Path) -> str:
     """Return what base models a ControlNet's folder is for. Raises `ModelError`."""
     return str(unet_config.kind_of_config(read_json(folder / "config.json")))
-
-
-def check_controlnet(folder: Path) -> None:
-    """Raise `ModelError` for a ControlNet's folder that `load_controlnet` refuses, as far as its configuration says."""
-    unet_config.check_controlnet(folder)
 
 
 def load_controlnet(

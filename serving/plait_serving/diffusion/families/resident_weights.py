@@ -41,36 +41,31 @@ class ResidentWeights:
         self._mapped = mapped
         # What stays may be running on another thread at any time: nobody may touch it after this.
         self._going = {name: each for name, each in module.named_parameters() if not name.startswith(stay)}
-        self._resident = resident
+        self.resident = resident
         self._lock = threading.Lock()
         if not resident:
             _bring([each for name, each in module.named_parameters() if name.startswith(stay)], dtype)
 
-    @property
-    def resident(self) -> bool:
-        """Whether torch can run the module now."""
-        return self._resident
-
     def take(self) -> None:
         """Bring the weights into memory in the dtype that torch computes with. Does nothing if they are there."""
         with self._lock:
-            if self._resident:
+            if self.resident:
                 return
             started_s = time.perf_counter()
             _bring(self._going.values(), self._dtype)
-            self._resident = True
+            self.resident = True
         nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
         _log.info("%s: %.1f GB for torch in %.1f s", self._name, nbytes / 1e9, time.perf_counter() - started_s)
 
     def release(self) -> None:
         """Give the memory back. The weights must be pristine: what was merged into them would be lost."""
         with self._lock:
-            if not self._resident:
+            if not self.resident:
                 return
             mapped = dict(self._mapped().named_parameters())
             for name, parameter in self._going.items():
                 parameter.data = mapped[name].data
-            self._resident = False
+            self.resident = False
 
 
 def _bring(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

@@ -6,15 +6,20 @@ n images together: R rows in all, of N images. A block is one branch of one requ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 
 from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.errors import EngineError, NumericalError
 from plait_serving.diffusion.protocols import Conditioning, StepCall
+
+_T = TypeVar("_T")
+_A = TypeVar("_A")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +136,17 @@ def guidance_embedding(scales: Sequence[float], width: int, dtype: torch.dtype, 
     angles = strengths[:, None] * frequencies[None, :]
     embedded = torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)
     return torch.nn.functional.pad(embedded, (0, width - 2 * half)).to(dtype)
+
+
+def in_groups(items: Sequence[_T], key: Callable[[_T], Hashable], run: Callable[[list[_T]], list[_A]]) -> list[_A]:
+    """Return what `run` returns for the items, which it is given in groups of one key, each in order."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for i, item in enumerate(items):
+        groups[key(item)].append(i)
+    found: dict[int, _A] = {}
+    for indices in groups.values():
+        found |= zip(indices, run([items[i] for i in indices]), strict=True)
+    return [found[i] for i in range(len(items))]
 
 
 def guided_outputs(

@@ -143,7 +143,7 @@ class LoraCache:
 
     def update_turns(self) -> None:
         """Look whose turn it is now, if any set waits; leases then say whether they are asked back."""
-        if self._policy.is_waited_for:
+        if self._policy.waiting:
             with self._change():
                 pass
 

@@ -96,11 +96,6 @@ class CachePolicy(Generic[T]):
         return sum(entry.nbytes for entry in self._entries.values())
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether any set waits."""
-        return bool(self._waiters)
-
-    @property
     def waiting(self) -> tuple[T, ...]:
         """The tickets of sets that have not been admitted yet, in order."""
         return tuple(self._waiters)

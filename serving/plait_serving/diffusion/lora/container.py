@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -31,10 +31,10 @@ as integers, see `ALPHA_DTYPES`."""
 
 ALPHA_DTYPES: Mapping[str, str] = MappingProxyType({**DTYPES, "I64": "int64", "I32": "int32"})
 
-_ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-)  # fmt: skip
+_ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
 
 # Other things that people put under a .safetensors name, by their first bytes.
 _MAGIC: tuple[tuple[tuple[bytes, ...], str], ...] = (
@@ -81,7 +81,7 @@ def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
         header = _read_header(file, max_bytes)
         data = bytearray(header.file_bytes - header.data_start)
         file.seek(header.data_start)
-        _read_into(file, memoryview(data))
+        _fill(file, data)
         after = os.fstat(file.fileno())
     if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
         raise LoraError("the file changed while it was read")
@@ -103,14 +103,14 @@ def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
     return torch.frombuffer(piece, dtype=dtype, count=math.prod(info.shape), offset=offset).view(info.shape)
 
 
-def _open(path: Path) -> FileIO:
+def _open(path: Path) -> BufferedReader:
     try:
-        return FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC), closefd=True)
+        return path.open("rb")
     except OSError as error:
         raise LoraError(f"the file cannot be opened ({error.strerror})") from error
 
 
-def _read_header(file: FileIO, max_bytes: int) -> Header:
+def _read_header(file: BufferedReader, max_bytes: int) -> Header:
     file_bytes = os.fstat(file.fileno()).st_size
     if file_bytes > max_bytes:
         raise LoraError(f"the file has {file_bytes} bytes; the largest allowed is {max_bytes}")
@@ -123,7 +123,7 @@ def _read_header(file: FileIO, max_bytes: int) -> Header:
         raise LoraError("the file is no safetensors file, or it is cut off: its header does not fit in it")
     raw = bytearray(header_bytes)
     file.seek(8)
-    _read_into(file, memoryview(raw))
+    _fill(file, raw)
     tensors, metadata = _decode(raw, file_bytes - 8 - header_bytes)
     return Header(tensors=tensors, metadata=metadata, data_start=8 + header_bytes, file_bytes=file_bytes)
 
@@ -137,13 +137,9 @@ def _refuse_other_formats(start: bytes) -> None:
             raise LoraError(f"the file is {what}; only safetensors files are read")
 
 
-def _read_into(file: FileIO, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            raise LoraError("the file is cut off")
-        done += count
+def _fill(file: BufferedReader, buffer: bytearray) -> None:
+    if file.readinto(buffer) < len(buffer):
+        raise LoraError("the file is cut off")
 
 
 def _decode(raw: bytearray, data_bytes: int) -> tuple[Mapping[str, TensorInfo], Mapping[str, str]]:

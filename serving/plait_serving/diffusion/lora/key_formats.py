@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 
 class LoraFormat(Enum):
@@ -43,28 +42,22 @@ _TITLES = {
 
 
 # How keys begin that are not in diffusers' format, and what a file of another kind has in none.
-_STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(
-    {
-        LoraFormat.XLABS: re.compile(r"(diffusion_model\.)?(double|single)_blocks\.\d+\.processor\."),
-        LoraFormat.KOHYA: re.compile(r"lora_(unet|transformer|te\d?)_"),
-        LoraFormat.COMFYUI: re.compile(r"(diffusion_model|text_encoders)\."),
-        LoraFormat.ONETRAINER: re.compile(
-            r"(unet\.)?(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)\.\d|clip_[lgh]\."
-        ),
-        LoraFormat.SIMPLETUNER: re.compile(r"lycoris_"),
-    }
-)
+_STARTS: Mapping[LoraFormat, re.Pattern[str]] = {
+    LoraFormat.XLABS: re.compile(r"(diffusion_model\.)?(double|single)_blocks\.\d+\.processor\."),
+    LoraFormat.KOHYA: re.compile(r"lora_(unet|transformer|te\d?)_"),
+    LoraFormat.COMFYUI: re.compile(r"(diffusion_model|text_encoders)\."),
+    LoraFormat.ONETRAINER: re.compile(
+        r"(unet\.)?(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)\.\d|clip_[lgh]\."
+    ),
+    LoraFormat.SIMPLETUNER: re.compile(r"lycoris_"),
+}
 _ADDS = re.compile(
     r"[._]lora\d?[._](A|B|down|up)(\.|$)|\.lora_linear_layer\.|\.(hada|lokr)_w|\.diff(_b)?$|\.[wb]_norm$"
 )
 
-_KOHYA_TEXT: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"text_encoder": ("lora_te_", "lora_te1_"), "text_encoder_2": ("lora_te2_",)}
-)
+_KOHYA_TEXT = {"text_encoder": ("lora_te_", "lora_te1_"), "text_encoder_2": ("lora_te2_",)}
 # A model's only or first encoder is CLIP-L in SD 1.x and XL, OpenCLIP-H in SD 2.x.
-_CLIPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"text_encoder": ("clip_l", "clip_h"), "text_encoder_2": ("clip_g",)}
-)
+_CLIPS = {"text_encoder": ("clip_l", "clip_h"), "text_encoder_2": ("clip_g",)}
 
 # diffusers' names inside a resnet, and the original's. Source: the LDM UNet, as diffusers' own converter has it.
 _RESNET = {

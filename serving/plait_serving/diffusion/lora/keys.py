@@ -52,39 +52,33 @@ class KeyMeaning:
 
 
 # Kinds of files that are not read, by what only their keys contain. Names as their authors use them.
-_UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (
-            r"(query|key)_norm\.scale$|\.norm_(added_)?[qk]\.weight$",
-            "a control LoRA (FLUX.1 Canny or Depth), which replaces norms and widens the model's input",
-        ),
-        (r"\.lora_mid\.", "LoCon with a Tucker core (LyCORIS)"),
-        (r"\.on_input$", "IA3 (LyCORIS)"),
-        (r"\.oft_|\.boft_|\.oft_blocks", "OFT/BOFT"),
-        (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
-        (r"lora_embedding_[AB]", "a LoRA of an embedding"),
-        (r"\.lora_(B|up)(\.[^.]+)?\.bias$|\.lora\.up\.bias$", "a LoRA with biases"),
-        (r"^emb_params$", "a textual inversion"),
-        (r"^lora_controlnet$", "Control-LoRA"),
-        (r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.", "a whole model"),
-        (r"^(lora_te\d|text_encoder_[23])[._]encoder[._]block[._]", "a LoRA with a part for T5, which stays as it is"),
-    )
+_UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    (
+        r"(query|key)_norm\.scale$|\.norm_(added_)?[qk]\.weight$",
+        "a control LoRA (FLUX.1 Canny or Depth), which replaces norms and widens the model's input",
+    ),
+    (r"\.lora_mid\.", "LoCon with a Tucker core (LyCORIS)"),
+    (r"\.on_input$", "IA3 (LyCORIS)"),
+    (r"\.oft_|\.boft_|\.oft_blocks", "OFT/BOFT"),
+    (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
+    (r"lora_embedding_[AB]", "a LoRA of an embedding"),
+    (r"\.lora_(B|up)(\.[^.]+)?\.bias$|\.lora\.up\.bias$", "a LoRA with biases"),
+    (r"^emb_params$", "a textual inversion"),
+    (r"^lora_controlnet$", "Control-LoRA"),
+    (r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.", "a whole model"),
+    (r"^(lora_te\d|text_encoder_[23])[._]encoder[._]block[._]", "a LoRA with a part for T5, which stays as it is"),
 )
 
 # Whose names they are, of files for other models.
-_OTHERS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"(down|up|input|output|mid|middle)_blocks?[._]", "Stable Diffusion 1, 2 or XL"),
-        (r"to_qkv_mlp_proj|(double|single)_stream_modulation", "FLUX.2"),
-        (r"(double|single)_blocks[._]|single_transformer_blocks[._]", "FLUX.1"),
-        (r"joint_blocks[._]", "Stable Diffusion 3"),
-        (r"transformer_blocks[._]\d+[._]attn2[._]", "Stable Diffusion 3.5 Medium"),
-        (r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)", "Qwen-Image"),
-        (r"(^|[._])layers[._]\d+[._](attention|feed_forward|adaLN_modulation)[._]", "Z-Image"),
-        (r"^(lora_|lycoris_)?transformer[._]", "a transformer, as Stable Diffusion 3 and FLUX.1 are"),
-    )
+_OTHERS: tuple[tuple[str, str], ...] = (
+    (r"(down|up|input|output|mid|middle)_blocks?[._]", "Stable Diffusion 1, 2 or XL"),
+    (r"to_qkv_mlp_proj|(double|single)_stream_modulation", "FLUX.2"),
+    (r"(double|single)_blocks[._]|single_transformer_blocks[._]", "FLUX.1"),
+    (r"joint_blocks[._]", "Stable Diffusion 3"),
+    (r"transformer_blocks[._]\d+[._]attn2[._]", "Stable Diffusion 3.5 Medium"),
+    (r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)", "Qwen-Image"),
+    (r"(^|[._])layers[._]\d+[._](attention|feed_forward|adaLN_modulation)[._]", "Z-Image"),
+    (r"^(lora_|lycoris_)?transformer[._]", "a transformer, as Stable Diffusion 3 and FLUX.1 are"),
 )
 
 _PEFT_START = "base_model.model."
@@ -98,19 +92,14 @@ _BARE = (
 _PEFT_ENDING = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(?:(?:\.[^.]+)?\.weight)?$")
 
 _OF_BIAS = (".diff_b", ".b_norm")
+_DOWN_UP = ("lora_", "lora_linear_layer.", "lora.", "")  # the empty one last: the others end like it
 _ROLES: tuple[tuple[str, TensorRole], ...] = (
     *((f".{role.name.lower()}", role) for role in TensorRole if role.name.startswith(("HADA_", "LOKR_", "DORA_"))),
     (".lora_A.weight", TensorRole.DOWN),
     (".lora_B.weight", TensorRole.UP),
     (".lora_magnitude_vector.weight", TensorRole.MAGNITUDE),
-    (".lora_down.weight", TensorRole.DOWN),
-    (".lora_up.weight", TensorRole.UP),
-    (".lora_linear_layer.down.weight", TensorRole.DOWN),
-    (".lora_linear_layer.up.weight", TensorRole.UP),
-    (".lora.down.weight", TensorRole.DOWN),
-    (".lora.up.weight", TensorRole.UP),
-    (".down.weight", TensorRole.DOWN),
-    (".up.weight", TensorRole.UP),
+    *((f".{start}down.weight", TensorRole.DOWN) for start in _DOWN_UP),
+    *((f".{start}up.weight", TensorRole.UP) for start in _DOWN_UP),
     (".alpha", TensorRole.ALPHA),
     (".diff", TensorRole.DIFFERENCE),
     (".w_norm", TensorRole.DIFFERENCE),
@@ -132,7 +121,7 @@ def reject_unsupported(found: Mapping[str, KeyMeaning | None], *, has_config: bo
         raise LoraError(_BARE.format(key=bare))
     unknown = [key for key, what in found.items() if what is None and not may_add_nothing(key)]
     for pattern, name in _UNSUPPORTED:
-        example = next(filter(pattern.search, unknown), None)
+        example = next(filter(re.compile(pattern).search, unknown), None)
         if example is not None:
             raise LoraError(f"the file is {name} (key {example!r}); LoRA, LoHa, LoKr and DoRA are read")
 
@@ -142,7 +131,8 @@ def other_model(keys: Iterable[str], targets: LoraTargets) -> str | None:
     own = {name for names in targets.names.values() for name in names}
     keys = list(keys)
     for pattern, model in _OTHERS:
-        if any(map(pattern.search, keys)) and not any(map(pattern.search, own)):
+        found = re.compile(pattern).search
+        if any(map(found, keys)) and not any(map(found, own)):
             return model
     return None
 

@@ -15,12 +15,7 @@ import torch
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container
 from plait_serving.diffusion.lora.keys import TensorRole
-from plait_serving.diffusion.lora.kinds import (
-    AnyFactor,
-    Factor,
-    FileMatrix,
-    PairFactor,
-)
+from plait_serving.diffusion.lora.kinds import AnyFactor, Factor, FileMatrix, PairFactor
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import ModuleRef
 

@@ -112,37 +112,33 @@ class RemoteSource:
         for _ in range(_ATTEMPTS):
             part = self._folder / f".{entry.sha256}.{uuid.uuid4().hex}.part"
             try:
-                problem = self._receive(entry, part)
-                if not problem:
-                    part.replace(path)
-                    return
+                self._receive(entry, part)
+                part.replace(path)
+                return
+            except LoraError as error:
+                problem = error.message
             finally:
                 part.unlink(missing_ok=True)
         raise LoraError(f"LoRA {name!r}: {problem}", param="loras")
 
-    def _receive(self, entry: RemoteEntry, part: Path) -> str:
-        """Write `part`; return what is wrong with it, or an empty string. Raises `OSError` if it cannot be written."""
+    def _receive(self, entry: RemoteEntry, part: Path) -> None:
+        """Write `part`. Raises `LoraError` for what is wrong with the remote file, OSError if it cannot be written."""
         digest, received_bytes = hashlib.sha256(), 0
         with part.open("wb") as sink:
             for chunk in self._chunks(entry):
-                if isinstance(chunk, Exception):
-                    # The URL may carry credentials: only the type is reported.
-                    return f"the remote store does not deliver {entry.path!r} ({type(chunk).__name__})"
                 received_bytes += len(chunk)
                 if received_bytes > entry.nbytes:
-                    return f"the remote file has more than its {entry.nbytes} bytes"
+                    raise LoraError(f"the remote file has more than its {entry.nbytes} bytes")
                 digest.update(chunk)
                 sink.write(chunk)
             sink.flush()
             os.fsync(sink.fileno())
         if received_bytes != entry.nbytes:
-            return f"the remote file has {received_bytes} bytes, not {entry.nbytes}"
+            raise LoraError(f"the remote file has {received_bytes} bytes, not {entry.nbytes}")
         if digest.hexdigest() != entry.sha256:
-            return f"the remote file has sha256 {digest.hexdigest()}, not {entry.sha256}"
-        return ""
+            raise LoraError(f"the remote file has sha256 {digest.hexdigest()}, not {entry.sha256}")
 
-    def _chunks(self, entry: RemoteEntry) -> Iterator[bytes | Exception]:
-        """Yield the remote bytes; an exception from fsspec comes as the last item."""
+    def _chunks(self, entry: RemoteEntry) -> Iterator[bytes]:
         import fsspec
 
         try:
@@ -152,7 +148,8 @@ class RemoteSource:
         except EngineStopped:
             raise
         except Exception as error:
-            yield error
+            # The URL may carry credentials: only the type is reported.
+            raise LoraError(f"the remote store does not deliver {entry.path!r} ({type(error).__name__})") from None
 
     def _next(self, remote: BinaryIO) -> bytes:
         if self._closed.is_set():

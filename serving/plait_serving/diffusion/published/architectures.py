@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, Literal
 
 from plait_serving.diffusion.errors import ModelError
@@ -41,27 +40,17 @@ class ModelPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerPart:
-    """The scheduler of a pipeline: a class of diffusers and what its published file says.
-
-    The files say more than their own class takes: it is for other schedulers that are made of them.
-    """
-
-    class_name: str
-    config: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """What a model's folder consists of.
 
-    `pipeline` and `scheduler` are None for a ControlNet. `pad_tokens` are those of each CLIP tokenizer's folder; a T5
+    `pipeline` and `scheduler` are None for a ControlNet. A scheduler's file says more than its own class takes: it is
+    for other schedulers that are made of it. `pad_tokens` are those of each CLIP tokenizer's folder; a T5
     encoder has its own. `index` is what `model_index.json` holds beside the parts.
     """
 
     parts: tuple[ModelPart, ...]
     pipeline: str | None = None
-    scheduler: SchedulerPart | None = None
+    scheduler: ModelPart | None = None
     pad_tokens: Mapping[str, str] = field(default_factory=dict)
     index: Mapping[str, Any] = field(default_factory=dict)
 
@@ -121,8 +110,8 @@ def _controlnet(config: Mapping[str, Any]) -> Architecture:
     return Architecture(parts=(part,))
 
 
-def _scheduler(class_name: str, **config: Any) -> SchedulerPart:
-    return SchedulerPart(class_name=class_name, config=config)
+def _scheduler(class_name: str, **config: Any) -> ModelPart:
+    return ModelPart(folder="scheduler", library="diffusers", class_name=class_name, config=config)
 
 
 # ---- VAEs and text encoders -----------------------------------------------------------------------------------------
@@ -252,16 +241,14 @@ def _flux(*, guidance: bool) -> Architecture:
     )
 
 
-ARCHITECTURES: Mapping[FamilyName, Architecture] = MappingProxyType(
-    {
-        FamilyName.SD15: _SD15,
-        FamilyName.SD21: _SD21,
-        FamilyName.SDXL: _SDXL,
-        FamilyName.SD15_CONTROLNET: _controlnet(_SD15_BODY),
-        FamilyName.SDXL_CONTROLNET: _controlnet(_SDXL_BODY),
-        FamilyName.SD35_MEDIUM: _sd35(24, positions=384, dual=13),
-        FamilyName.SD35_LARGE: _sd35(38, positions=192, dual=0),
-        FamilyName.FLUX_DEV: _flux(guidance=True),
-        FamilyName.FLUX_SCHNELL: _flux(guidance=False),
-    }
-)
+ARCHITECTURES: Mapping[FamilyName, Architecture] = {
+    FamilyName.SD15: _SD15,
+    FamilyName.SD21: _SD21,
+    FamilyName.SDXL: _SDXL,
+    FamilyName.SD15_CONTROLNET: _controlnet(_SD15_BODY),
+    FamilyName.SDXL_CONTROLNET: _controlnet(_SDXL_BODY),
+    FamilyName.SD35_MEDIUM: _sd35(24, positions=384, dual=13),
+    FamilyName.SD35_LARGE: _sd35(38, positions=192, dual=0),
+    FamilyName.FLUX_DEV: _flux(guidance=True),
+    FamilyName.FLUX_SCHNELL: _flux(guidance=False),
+}

@@ -13,13 +13,7 @@ import diffusers
 import torch
 from torch import nn
 
-from plait_serving.diffusion.published.architectures import (
-    T5,
-    Architecture,
-    ModelPart,
-    SchedulerPart,
-    tokenizer_of,
-)
+from plait_serving.diffusion.published.architectures import T5, Architecture, ModelPart, tokenizer_of
 
 
 def build_on_meta(part: ModelPart) -> nn.Module:
@@ -61,7 +55,7 @@ def write_configs(architecture: Architecture, folder: Path, modules: Mapping[str
         write_tokenizer(folder / name, pad_token=pad_token)
     if (scheduler := architecture.scheduler) is not None:
         kind = getattr(diffusers, scheduler.class_name)
-        kind.from_config(dict(scheduler.config)).save_pretrained(folder / "scheduler")
+        kind.from_config(dict(scheduler.config)).save_pretrained(folder / scheduler.folder)
         index = json.dumps(_index(architecture, scheduler), indent=2)
         (folder / "model_index.json").write_text(index + "\n", encoding="utf-8")
 
@@ -77,7 +71,7 @@ def _write_config(place: Path, part: ModelPart, module: nn.Module) -> None:
     config.save_pretrained(place)
 
 
-def _index(architecture: Architecture, scheduler: SchedulerPart) -> dict[str, Any]:
+def _index(architecture: Architecture, scheduler: ModelPart) -> dict[str, Any]:
     parts = {part.folder: [part.library, part.class_name] for part in architecture.parts}
     tokenizers = {name: ["transformers", "CLIPTokenizer"] for name in architecture.pad_tokens}
     tokenizers |= {
@@ -89,7 +83,7 @@ def _index(architecture: Architecture, scheduler: SchedulerPart) -> dict[str, An
         **architecture.index,
         **parts,
         **tokenizers,
-        "scheduler": ["diffusers", scheduler.class_name],
+        scheduler.folder: [scheduler.library, scheduler.class_name],
     }
 
 

@@ -26,10 +26,23 @@ def _mlp(original: str, inner: tuple[str, str], ours: str) -> dict[str, str]:
     return {f"{original}.{name}": f"{ours}.linear_{i}" for i, name in enumerate(inner, start=1)}
 
 
+def _stream(start: str, originals: tuple[str, ...], ours: tuple[str, ...]) -> dict[str, str]:
+    return {start + original: modules for original, modules in zip(originals, ours, strict=True)}
+
+
 _TIMESTEP, _POOLED = "time_text_embed.timestep_embedder", "time_text_embed.text_embedder"
 _FINAL = "final_layer.adaLN_modulation.1"
 _QKV = "attn.to_q attn.to_k attn.to_v"
 _ADDED_QKV = "attn.add_q_proj attn.add_k_proj attn.add_v_proj"
+
+# A block's layers that images and texts have one each of, in one order.
+_OF_IMAGE = ("norm1.linear", _QKV, "attn.norm_q", "attn.norm_k", "attn.to_out.0", "ff.net.0.proj", "ff.net.2")
+_OF_TEXT = (
+    "norm1_context.linear", _ADDED_QKV, "attn.norm_added_q", "attn.norm_added_k", "attn.to_add_out",
+    "ff_context.net.0.proj", "ff_context.net.2",
+)  # fmt: skip
+_FLUX_PARTS = ("mod.lin", "attn.qkv", "attn.norm.query_norm", "attn.norm.key_norm", "attn.proj", "mlp.0", "mlp.2")
+_SD3_PARTS = ("adaLN_modulation.1", "attn.qkv", "attn.ln_q", "attn.ln_k", "attn.proj", "mlp.fc1", "mlp.fc2")
 
 # The rows of a table: an original name, and diffusers' modules. "#" is the number of a block.
 _SHARED = {"final_layer.linear": "proj_out", _FINAL: "norm_out.linear"}
@@ -41,20 +54,8 @@ _FLUX: Mapping[str, str] = {
     **_mlp("time_in", _IO, _TIMESTEP),
     **_mlp("vector_in", _IO, _POOLED),
     **_mlp("guidance_in", _IO, "time_text_embed.guidance_embedder"),
-    "double_blocks.#.img_mod.lin": "norm1.linear",
-    "double_blocks.#.img_attn.qkv": _QKV,
-    "double_blocks.#.img_attn.norm.query_norm": "attn.norm_q",
-    "double_blocks.#.img_attn.norm.key_norm": "attn.norm_k",
-    "double_blocks.#.img_attn.proj": "attn.to_out.0",
-    "double_blocks.#.img_mlp.0": "ff.net.0.proj",
-    "double_blocks.#.img_mlp.2": "ff.net.2",
-    "double_blocks.#.txt_mod.lin": "norm1_context.linear",
-    "double_blocks.#.txt_attn.qkv": _ADDED_QKV,
-    "double_blocks.#.txt_attn.norm.query_norm": "attn.norm_added_q",
-    "double_blocks.#.txt_attn.norm.key_norm": "attn.norm_added_k",
-    "double_blocks.#.txt_attn.proj": "attn.to_add_out",
-    "double_blocks.#.txt_mlp.0": "ff_context.net.0.proj",
-    "double_blocks.#.txt_mlp.2": "ff_context.net.2",
+    **_stream("double_blocks.#.img_", _FLUX_PARTS, _OF_IMAGE),
+    **_stream("double_blocks.#.txt_", _FLUX_PARTS, _OF_TEXT),
     "single_blocks.#.modulation.lin": "norm.linear",
     "single_blocks.#.linear1": f"{_QKV} proj_mlp",
     "single_blocks.#.norm.query_norm": "attn.norm_q",
@@ -74,24 +75,12 @@ _SD3: Mapping[str, str] = {
     "context_embedder": "context_embedder",
     **_mlp("t_embedder.mlp", ("0", "2"), _TIMESTEP),
     **_mlp("y_embedder.mlp", ("0", "2"), _POOLED),
-    "joint_blocks.#.x_block.adaLN_modulation.1": "norm1.linear",
-    "joint_blocks.#.x_block.attn.qkv": _QKV,
-    "joint_blocks.#.x_block.attn.ln_q": "attn.norm_q",
-    "joint_blocks.#.x_block.attn.ln_k": "attn.norm_k",
-    "joint_blocks.#.x_block.attn.proj": "attn.to_out.0",
     "joint_blocks.#.x_block.attn2.qkv": _QKV.replace("attn.", "attn2."),
     "joint_blocks.#.x_block.attn2.ln_q": "attn2.norm_q",
     "joint_blocks.#.x_block.attn2.ln_k": "attn2.norm_k",
     "joint_blocks.#.x_block.attn2.proj": "attn2.to_out.0",
-    "joint_blocks.#.x_block.mlp.fc1": "ff.net.0.proj",
-    "joint_blocks.#.x_block.mlp.fc2": "ff.net.2",
-    "joint_blocks.#.context_block.adaLN_modulation.1": "norm1_context.linear",
-    "joint_blocks.#.context_block.attn.qkv": _ADDED_QKV,
-    "joint_blocks.#.context_block.attn.ln_q": "attn.norm_added_q",
-    "joint_blocks.#.context_block.attn.ln_k": "attn.norm_added_k",
-    "joint_blocks.#.context_block.attn.proj": "attn.to_add_out",
-    "joint_blocks.#.context_block.mlp.fc1": "ff_context.net.0.proj",
-    "joint_blocks.#.context_block.mlp.fc2": "ff_context.net.2",
+    **_stream("joint_blocks.#.x_block.", _SD3_PARTS, _OF_IMAGE),
+    **_stream("joint_blocks.#.context_block.", _SD3_PARTS, _OF_TEXT),
 }
 _STACKS = {"double_blocks.": "transformer_blocks", "joint_blocks.": "transformer_blocks",
            "single_blocks.": "single_transformer_blocks"}  # fmt: skip

@@ -61,23 +61,13 @@ class WorkForecast:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._steps: _Charges[StepKind] = _Charges(lambda kind: kind.work)
-        self._decodes, self._encodes, self._sources = (_Charges[int](float) for _ in range(3))
+        self.encodes, self.sources, self.decodes = (_Charges[int](float) for _ in range(3))
+        """Seconds by kind: of a chunk of a prompt, all of kind 1, and by their pixels of the image that an edit starts
+        from and of an image that is decoded."""
 
     def charged_step(self, size: RequestSize, row_s: float) -> None:
         """Record that a step charged `row_s` seconds for each row of such a request."""
         self._steps.add(StepKind.of(size), row_s)
-
-    def charged_encode(self, chunks: int, seconds: float) -> None:
-        """Record that prompts of `chunks` chunks were encoded in `seconds`."""
-        self._encodes.add(1, seconds / chunks)
-
-    def charged_source(self, pixels: int, seconds: float) -> None:
-        """Record that the image that an edit of so many pixels starts from was encoded in `seconds`."""
-        self._sources.add(pixels, seconds)
-
-    def charged_decode(self, pixels: int, image_s: float) -> None:
-        """Record that an image of so many pixels was decoded in `image_s`."""
-        self._decodes.add(pixels, image_s)
 
     def work_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the compute-seconds that a request will be charged."""
@@ -87,7 +77,7 @@ class WorkForecast:
     def guess_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return about how many compute-seconds a request takes, whatever the size of those that were measured."""
         row_s = self._steps.expected(StepKind.of(size), is_guess=True)
-        image_s = self._decodes.expected(request.width * request.height, is_guess=True)
+        image_s = self.decodes.expected(request.width * request.height, is_guess=True)
         return request.n * (request.calls * size.rows * row_s + image_s)
 
     def alone_s(self, request: ImageRequest, size: RequestSize) -> float:
@@ -101,12 +91,12 @@ class WorkForecast:
 
     def decode_s(self, request: ImageRequest) -> float:
         """Return the seconds that decoding its images takes."""
-        return request.n * self._decodes.expected(request.width * request.height)
+        return request.n * self.decodes.expected(request.width * request.height)
 
     def _ends_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the seconds before the first step and after the last."""
-        source_s = 0.0 if request.edit is None else self._sources.expected(request.width * request.height)
-        return size.chunks * self._encodes.expected(1) + source_s + self.decode_s(request)
+        source_s = 0.0 if request.edit is None else self.sources.expected(request.width * request.height)
+        return size.chunks * self.encodes.expected(1) + source_s + self.decode_s(request)
 
 
 class _Charges(Generic[K]):

@@ -197,7 +197,7 @@ def test_leases_are_released_on_every_way_out(rig):
     loras = (LoraRef(name="a"),)
     done, nan, gone = (built.ask(p, loras=loras, steps=s) for p, s in (("ok", 3), ("nan", 3), ("c", 40)))
     gate.wait_step()
-    gone.ticket.cancel()
+    gone.cancel()
     gate.release_all()
     done.result()
     for watch, error in ((nan, NumericalError), (gone, Cancelled)):

@@ -39,9 +39,9 @@ def test_of_three_thousand_sizes_a_thousand_are_kept(what: str) -> None:
             if what == "steps":
                 forecast.charged_step(size_of(each), 1.0)
             elif what == "decodes":
-                forecast.charged_decode(pixels, 1.0)
+                forecast.decodes.add(pixels, 1.0)
             else:
-                forecast.charged_source(pixels, 1.0)
+                forecast.sources.add(pixels, 1.0)
     told_s = [forecast.work_s(one, size_of(one)) for one in asked]
     assert [i for i, seconds in enumerate(told_s) if seconds == 1.0] == [0, *range(2 * KEPT + 1, 3 * KEPT)]
     assert min(told_s) > 0.0
@@ -81,7 +81,7 @@ def test_the_nearest_kind_is_the_one_that_a_look_at_all_finds() -> None:
     rng = np.random.default_rng(0)
     forecast, seen = WorkForecast(StepCosts()), {}
     for pixels, seconds in zip(rng.permutation(np.arange(1, 200)) * 64, rng.uniform(0.1, 9.0, 199), strict=True):
-        forecast.charged_decode(int(pixels), float(seconds))
+        forecast.decodes.add(int(pixels), float(seconds))
         seen[int(pixels)] = float(seconds)
         for width, height in ((8, 8), (24, 24), (72, 64), (4096, 1024)):
             wanted = width * height

@@ -12,11 +12,11 @@ import pytest
 
 from fakes.engine import size_of
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.queue.bounds import wait_s
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.queue.shares import TenantShares
+from plait_serving.diffusion.request_registry import wait_s
 from plait_serving.diffusion.values import Edit, Tenant
 from support.engine import request
 
@@ -167,8 +167,8 @@ def test_work_is_forecast_from_what_was_charged():
     assert forecast.work_s(*sized(asked(), chunks=2)) == 0.0
     for seconds in (0.5, 0.4, 9.0):
         forecast.charged_step(SIZE, seconds)
-    forecast.charged_encode(2, 0.2)
-    forecast.charged_decode(64 * 64, 0.3)
+    forecast.encodes.add(1, 0.1)
+    forecast.decodes.add(64 * 64, 0.3)
     assert forecast.work_s(*sized(asked(n=2), chunks=4)) == pytest.approx(2 * 10 * 0.5 + 4 * 0.1 + 2 * 0.3)
 
 
@@ -177,7 +177,7 @@ def test_an_edit_is_forecast_by_the_steps_that_run_and_its_image():
     forecast = WorkForecast(StepCosts())
     edit = Edit(image=np.zeros((64, 64, 3), np.uint8), strength=0.5)
     forecast.charged_step(SIZE, 0.5)
-    forecast.charged_source(64 * 64, 0.25)
+    forecast.sources.add(64 * 64, 0.25)
     assert forecast.work_s(*sized(asked(n=2), chunks=1)) == pytest.approx(2 * 10 * 0.5)
     assert forecast.work_s(*sized(asked(n=2, edit=edit), chunks=1)) == pytest.approx(2 * 5 * 0.5 + 0.25)
     assert forecast.work_s(*sized(asked(width=32, height=32, edit=edit), chunks=1)) == pytest.approx(
@@ -190,7 +190,7 @@ def test_what_was_never_measured_is_scaled_from_the_nearest():
     guidance are twice the work, and four times as long to decode."""
     forecast = WorkForecast(StepCosts())
     forecast.charged_step(SIZE, 0.5)
-    forecast.charged_decode(64 * 64, 0.3)
+    forecast.decodes.add(64 * 64, 0.3)
     smaller = asked(width=32, height=32, guidance_scale=1.0)
     assert forecast.work_s(*sized(smaller, chunks=1)) == pytest.approx(10 * 0.5 / 8 + 0.3 / 4)
     larger = asked(width=128, height=128, guidance_scale=1.0)
@@ -205,5 +205,5 @@ def test_a_deadline_is_judged_by_the_time_alone():
     assert forecast.alone_s(*sized(asked(), chunks=1)) == 0.0
     for _ in range(3):
         costs.record(GroupKey(SIZE.shape, SIZE.row, ()), 1, 0.4)
-    forecast.charged_decode(64 * 64, 0.3)
+    forecast.decodes.add(64 * 64, 0.3)
     assert forecast.alone_s(*sized(asked(), chunks=1)) == pytest.approx(10 * 0.4 + 0.3)

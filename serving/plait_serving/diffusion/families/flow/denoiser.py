@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -143,12 +143,10 @@ class FlowDenoiser(ABC):
     def _adding(self, factors: RowFactors | None) -> Iterator[None]:
         """Have the transformer's layers add the rows' factors."""
         by_path: Mapping[str, Factors] = {} if factors is None else factors.by_path
-        hooks = [self._layers[path].register_forward_hook(partial(_add, pair)) for path, pair in by_path.items()]
-        try:
+        with ExitStack() as hooks:
+            for path, pair in by_path.items():
+                hooks.enter_context(self._layers[path].register_forward_hook(partial(_add, pair)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @abstractmethod
     def begin(self, request: ImageRequest) -> Encoding:
@@ -163,7 +161,6 @@ class FlowDenoiser(ABC):
         """Return by how much a request with two rows an image is guided."""
 
 
-def _add(pair: Factors, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def _add(pair: Factors, _: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     """Add the factors' product: a forward hook of a linear layer."""
-    del module
     return plus_factors(output, inputs[0], *pair)

@@ -21,12 +21,7 @@ from safetensors import safe_open
 from torch import nn
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.flow.checkpoints import (
-    PARTS,
-    is_sd3,
-    own_names,
-    transformer_config,
-)
+from plait_serving.diffusion.families.flow.checkpoints import PARTS, is_sd3, own_names, transformer_config
 from plait_serving.diffusion.loading import on_meta, translate
 from plait_serving.diffusion.lora.container import Header
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, T5, Architecture, FamilyName, tokenizer_of

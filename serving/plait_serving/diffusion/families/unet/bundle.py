@@ -20,12 +20,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.encoders import tokenizer_of
-from plait_serving.diffusion.families.unet.config import (
-    UNetKind,
-    check_unet_config,
-    check_vae_config,
-    kind_of_config,
-)
+from plait_serving.diffusion.families.unet.config import UNetKind, check_unet_config, check_vae_config, kind_of_config
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
@@ -236,8 +231,6 @@ def _text_kinds(folder: Path, kind: UNetKind) -> Mapping[str, Any]:
     if kind is UNetKind.SDXL:
         kinds["text_encoder_2"] = CLIPTextModelWithProjection
     for encoder in kinds:
-        if not (folder / encoder).is_dir():
-            raise ModelError(f"{folder / encoder}: missing")
         read_json(folder / encoder / "config.json")
     return kinds
 
@@ -251,9 +244,7 @@ def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:
     for part in ("safety_checker", "feature_extractor"):
         if not (folder / part).is_dir():
             raise ModelError(f"{folder / part}: missing, though model_index.json names a safety checker")
-    return translate(
-        folder / "feature_extractor", lambda path: CLIPImageProcessor.from_pretrained(path, local_files_only=True)
-    )
+    return translate(folder / "feature_extractor", partial(CLIPImageProcessor.from_pretrained, local_files_only=True))
 
 
 def _checker_kind() -> Any:

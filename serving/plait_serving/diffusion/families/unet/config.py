@@ -107,14 +107,8 @@ def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae
         raise ModelError(f"{folder}: {SINGLE_CONTROLNET}")
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
-    config = read_json(folder / "config.json")
-    check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
-
-
-def check_controlnet_config(
-    config: Mapping[str, Any], path: Path, *, base: Mapping[str, Any] | None, vae_factor: int | None
-) -> None:
-    """Raise `ModelError` for a ControlNet that cannot run or does not fit the base."""
+    path = folder / "config.json"
+    config = read_json(path)
     kind = config.get("_class_name", "ControlNetModel")
     if kind != "ControlNetModel":
         raise ModelError(f"{path}: a {kind} is not supported; plain ControlNetModel is")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from plait_serving.diffusion.controlnet.rows import Constants, batch_key, check_
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
+from plait_serving.diffusion.families.rows import in_groups
 from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
 from plait_serving.diffusion.families.unet.bundle import map_controlnet
 from plait_serving.diffusion.families.unet.computations import ADDED, ControlNetTrunk, controlnet_computation
@@ -34,14 +34,6 @@ from plait_serving.diffusion.families.unet.config import check_controlnet
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
 from plait_serving.diffusion.values import RgbImage
-
-
-def by_key(calls: Sequence[ControlCall]) -> list[list[int]]:
-    """Return the indices of the calls that can share a forward pass, each list in order."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
-        groups[batch_key(call)].append(i)
-    return list(groups.values())
 
 
 class ControlNetModelRunner:
@@ -167,12 +159,9 @@ class ControlNetModelRunner:
 
         A batch that does not fit the device is halved until it does.
         """
-        answers: dict[int, Residuals | EngineError] = {}
-        for indices in by_key(calls):
-            answers |= zip(indices, self._try_batch([calls[i] for i in indices]), strict=True)
-        return [answers[i] for i in range(len(calls))]
+        return in_groups(calls, batch_key, self._try_batch)
 
-    def _try_batch(self, calls: list[ControlCall]) -> list[Residuals | EngineError]:
+    def _try_batch(self, calls: Sequence[ControlCall]) -> list[Residuals | EngineError]:
         try:
             return list(self.residuals(calls))
         except Exception as error:

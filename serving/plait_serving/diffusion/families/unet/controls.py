@@ -6,8 +6,8 @@ Calls to one ControlNet go out as one batch. A ControlNet that fails a request f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -16,48 +16,43 @@ from plait_serving.diffusion.families.rows import BatchLayout, own_rows
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, PendingResiduals, Residuals, StepCall
 
 
-class ControlQuestions:
-    """One step's questions to all ControlNets, which leave when it is made; ended by exactly one of `answers` and
-    `abandon`. A question's place: its request, and its position in that request's list."""
+@contextmanager
+def control_answers(
+    calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, *, exact: bool
+) -> Iterator[Callable[[], list[list[Residuals | EngineError]]]]:
+    """Send one step's questions to all ControlNets, before the answers are computed. `sample (R, c, h, w)`.
 
-    def __init__(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, *, exact: bool) -> None:
-        """Send every question; return before the answers are computed. `sample (R, c, h, w)`."""
-        self._lengths = [len(call.controls) for call in calls]
-        self._waiting: list[tuple[list[tuple[int, int]], PendingResiduals]] = []
-        self._found: dict[tuple[int, int], Residuals | EngineError] = {}
-        questions: dict[ControlNetClient, dict[tuple[int, int], ControlCall]] = defaultdict(dict)
-        for k, call in enumerate(calls):
-            rows = own_rows(sample, layout, k) if call.controls else sample
-            for i, control in enumerate(call.controls):
-                questions[control.client][k, i] = ControlCall(
-                    session=control.session, sample=rows, timestep=call.timestep, scale=control.scale, exact=exact
-                )
-        try:
-            for client, asked in questions.items():
-                try:
-                    self._waiting.append((list(asked), client.start(list(asked.values()))))
-                except EngineError as error:
-                    self._found |= dict.fromkeys(asked, error)
-        except BaseException:
-            self.abandon()
-            raise
+    Inside, call what this gives once: it waits, and returns per request what each of its ControlNets answered, in list
+    order. Answers still in flight at the end are waited for and dropped: none may arrive in a later step.
+    """
+    # A question's place: its request, and its position in that request's list.
+    questions: dict[ControlNetClient, dict[tuple[int, int], ControlCall]] = defaultdict(dict)
+    for k, call in enumerate(calls):
+        rows = own_rows(sample, layout, k) if call.controls else sample
+        for i, control in enumerate(call.controls):
+            questions[control.client][k, i] = ControlCall(
+                session=control.session, sample=rows, timestep=call.timestep, scale=control.scale, exact=exact
+            )
+    waiting: list[tuple[list[tuple[int, int]], PendingResiduals]] = []
+    found: dict[tuple[int, int], Residuals | EngineError] = {}
 
-    def answers(self) -> list[list[Residuals | EngineError]]:
-        """Wait; return per request what each of its ControlNets answered, in list order."""
-        try:
-            while self._waiting:
-                places, pending = self._waiting.pop(0)
-                try:
-                    self._found |= zip(places, pending.wait(), strict=True)
-                except EngineError as error:
-                    self._found |= dict.fromkeys(places, error)
-        except BaseException:
-            self.abandon()
-            raise
-        return [[self._found[k, i] for i in range(length)] for k, length in enumerate(self._lengths)]
+    def answers() -> list[list[Residuals | EngineError]]:
+        while waiting:
+            places, pending = waiting.pop(0)
+            try:
+                found.update(zip(places, pending.wait(), strict=True))
+            except EngineError as error:
+                found.update(dict.fromkeys(places, error))
+        return [[found[k, i] for i in range(len(call.controls))] for k, call in enumerate(calls)]
 
-    def abandon(self) -> None:
-        """Wait for the answers in flight and drop them: none may arrive in a later step."""
-        for _, pending in self._waiting:
+    try:
+        for client, asked in questions.items():
+            try:
+                waiting.append((list(asked), client.start(list(asked.values()))))
+            except EngineError as error:
+                found.update(dict.fromkeys(asked, error))
+        yield answers
+    finally:
+        for _, pending in waiting:
             with suppress(Exception):
                 pending.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -21,11 +20,12 @@ from plait_serving.diffusion.families.rows import (
     Rows,
     guidance_embedding,
     guided_outputs,
+    in_groups,
     with_extra,
 )
 from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle, components_of, map_unet, map_vae
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
-from plait_serving.diffusion.families.unet.controls import ControlQuestions
+from plait_serving.diffusion.families.unet.controls import control_answers
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.families.unet.halves import (
     EncoderOutput,
@@ -158,13 +158,7 @@ class UNetDenoiser:
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Predict those of one text length in one call: nearly always all."""
-        lengths: dict[int, list[int]] = defaultdict(list)
-        for i, call in enumerate(calls):
-            lengths[call.conditioning.text.shape[1]].append(i)
-        outputs: dict[int, torch.Tensor | EngineError] = {}
-        for alike in lengths.values():
-            outputs |= zip(alike, self._predict([calls[i] for i in alike]), strict=True)
-        return [outputs[i] for i in range(len(calls))]
+        return in_groups(calls, lambda call: call.conditioning.text.shape[1], self._predict)
 
     def _predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Predict in two halves: ControlNets compute beside the encoder half, their residuals are added before the
@@ -176,13 +170,9 @@ class UNetDenoiser:
         layout = BatchLayout.of([call.conditioning for call in calls])
         rows = Rows.of(calls, layout)
         fused = self._fuses()
-        questions = ControlQuestions(calls, rows.sample, layout, exact=compiled is None and not fused)
-        try:
+        with control_answers(calls, rows.sample, layout, exact=compiled is None and not fused) as answers:
             half, decode = self._encode(calls, rows, layout, compiled)
-        except BaseException:
-            questions.abandon()
-            raise
-        errors = [_apply(half, layout, k, parts, fused=fused) for k, parts in enumerate(questions.answers())]
+            errors = [_apply(half, layout, k, parts, fused=fused) for k, parts in enumerate(answers())]
         with self._threads(compiled):
             return guided_outputs(
                 decode(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from plait_kernels.executors import Computation, PreparedProgram
@@ -54,19 +55,14 @@ class UNetPrograms:
             return lambda: None
         denoiser_of = weakref.ref(denoiser)
 
-        def make_unet() -> None:
-            halves = _halves(preparer.make, folder / "unet")
-
-            def adopt() -> None:
-                if (here := denoiser_of()) is not None and halves is not None:
-                    here.take_over(halves)
-                    prepared.add("unet")
-
-            between_steps(adopt)
+        def take_over(halves: CompiledHalves | None) -> None:
+            if (here := denoiser_of()) is not None and halves is not None:
+                here.take_over(halves)
+                prepared.add("unet")
 
         def make() -> None:
             if "unet" in missing and denoiser_of() is not None:
-                make_unet()
+                between_steps(partial(take_over, _halves(preparer.make, folder / "unet")))
             if "vae" in missing and denoiser_of() is not None:
                 program = preparer.make(folder / "vae", *_vae(folder / "vae"))
                 if (here := denoiser_of()) is not None:

@@ -79,20 +79,13 @@ class PromptTokens:
 
     def pair(self, request: ImageRequest) -> tuple[Tokens, Tokens]:
         """Return the tokens of a request's prompt and of its negative prompt."""
-        syntax, negative = request.prompt_syntax, request.negative_prompt or ""
-        return (
-            self._both(
-                self.of(request.prompt, syntax),
-                self.of(request.prompt_2 or request.prompt, syntax, param="prompt_2"),
-            ),
-            self._both(
-                self.of(negative, syntax, param="negative_prompt"),
-                self.of(request.negative_prompt_2 or negative, syntax, param="negative_prompt_2"),
-            ),
-        )
+        return self._both(request, "prompt"), self._both(request, "negative_prompt")
 
-    def _both(self, first: Tokens, second: Tokens) -> Tokens:
+    def _both(self, request: ImageRequest, name: str) -> Tokens:
         """Return the first tokenizer's chunks of one text and the others' of another."""
+        text, syntax = getattr(request, name) or "", request.prompt_syntax
+        first = self.of(text, syntax, param=name)
+        second = self.of(getattr(request, f"{name}_2") or text, syntax, param=f"{name}_2")
         if first is second:
             return first
         return Tokens(chunks=(*first.chunks[:1], *second.chunks[1:]), words=max(first.words, second.words))

@@ -32,7 +32,7 @@ from plait_serving.diffusion.families.unet.config import VAE, kind_of_file
 from plait_serving.diffusion.families.unet.scheduler import EDM
 from plait_serving.diffusion.loading import on_meta, translate
 from plait_serving.diffusion.lora.container import Header
-from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName, SchedulerPart
+from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName
 from plait_serving.diffusion.published.configs import build_on_meta, write_configs
 from plait_serving.diffusion.sources.file_kinds import DENOISER, read_json
 from plait_serving.diffusion.sources.parts import beside_file, check_configs, copy_configs, write_part
@@ -127,7 +127,7 @@ def _architecture(path: Path, header: Header, family: FamilyName) -> Architectur
     if marks := _marks(path, header, family):
         kind, scheduler, said["vae"] = _edm(path, marks)
     parts = tuple(replace(part, config={**part.config, **said.get(part.folder, {})}) for part in published.parts)
-    return replace(published, parts=parts, scheduler=SchedulerPart(class_name=kind, config=scheduler))
+    return replace(published, parts=parts, scheduler=replace(published.scheduler, class_name=kind, config=scheduler))
 
 
 def _marks(path: Path, header: Header, family: FamilyName) -> frozenset[str]:

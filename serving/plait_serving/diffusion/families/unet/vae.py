@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from PIL import Image
 from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.decoding import to_rgb
 from plait_serving.diffusion.families.unet.bundle import Bundle
-from plait_serving.diffusion.protocols import EncodedImage
+from plait_serving.diffusion.protocols import EncodedImage, SafetyChecker
 
 _log = logging.getLogger(__name__)
 
@@ -63,28 +64,19 @@ def encode_image(bundle: Bundle, pixels: torch.Tensor) -> EncodedImage:
     )
 
 
-class FolderSafetyChecker:
-    """A `SafetyChecker` with diffusers' `StableDiffusionSafetyChecker`. Decode thread only."""
-
-    def __init__(self, checker: Any, feature_extractor: Any) -> None:
-        self._checker = checker
-        self._feature_extractor = feature_extractor
-
-    def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
-        """Return a copy of `float (n, 3, H, W)` in [0, 1] with flagged images black, and the flags."""
-        with torch.inference_mode():
-            pil_images = [Image.fromarray(image) for image in to_rgb(images)]
-            pixels = self._feature_extractor(pil_images, return_tensors="pt").pixel_values
-            parameter = next(self._checker.parameters())
-            checked, flags = self._checker(
-                images=images.clone(), clip_input=pixels.to(device=parameter.device, dtype=parameter.dtype)
-            )
-        return cast("torch.Tensor", checked), tuple(bool(flag) for flag in flags)
+def _checked(checker: Any, feature_extractor: Any, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
+    pil_images = [Image.fromarray(image) for image in to_rgb(images)]
+    pixels = feature_extractor(pil_images, return_tensors="pt").pixel_values
+    parameter = next(checker.parameters())
+    checked, flags = checker(
+        images=images.clone(), clip_input=pixels.to(device=parameter.device, dtype=parameter.dtype)
+    )
+    return cast("torch.Tensor", checked), tuple(bool(flag) for flag in flags)
 
 
-def safety_of(bundle: Bundle) -> FolderSafetyChecker | None:
+def safety_of(bundle: Bundle) -> SafetyChecker | None:
     """Return the bundle's checker, or None with a line in the log: the folder has none or it was switched off."""
     if bundle.safety_checker is None:
         _log.info("%s: no safety checker", bundle.folder)
         return None
-    return FolderSafetyChecker(bundle.safety_checker, bundle.feature_extractor)
+    return partial(_checked, bundle.safety_checker, bundle.feature_extractor)

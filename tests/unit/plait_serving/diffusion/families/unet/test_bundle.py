@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
-from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet, check_controlnet_config
+from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet
 from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.sources import hub
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
@@ -202,9 +202,9 @@ def test_a_controlnet_in_one_file_is_called_that(tmp_path, tiny_sd_controlnets):
         ({"conditioning_channels": 1}, "reads 1"),
     ],
 )
-def test_controlnets_that_can_not_run_are_refused(tiny_sd_controlnets, changes, reason):
+def test_controlnets_that_can_not_run_are_refused(tiny_sd_controlnets, changes, reason, tmp_path):
     """Union models, guess mode and a wrong image factor."""
-    path = tiny_sd_controlnets[0] / "config.json"
-    config = {**json.loads(path.read_text()), **changes}
+    config = {**json.loads((tiny_sd_controlnets[0] / "config.json").read_text()), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=reason):
-        check_controlnet_config(config, path, base=None, vae_factor=2)
+        check_controlnet(tmp_path, vae_factor=2)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from diffusers import ControlNetModel
 
+from plait_serving.diffusion.controlnet.rows import batch_key
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
+from plait_serving.diffusion.families.rows import in_groups
 from plait_serving.diffusion.families.unet import controlnet
-from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, by_key, load_controlnet
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.protocols import ControlCall, Residuals
 from support import controlnet as kit
 from support.closeness import EQUAL
@@ -129,7 +131,8 @@ def test_one_block_that_fails_fails_alone(runner: ControlNetModelRunner) -> None
     wide = ControlCall(
         session=longer.session, sample=longer.sample.repeat(1, 1, 2, 1), timestep=longer.timestep, scale=1.0
     )
-    assert by_key([good, wrong, wide, good]) == [[0, 1, 3], [2]]
+    sizes = in_groups([good, wrong, wide, good], batch_key, lambda group: [len(group)] * len(group))
+    assert sizes == [3, 3, 1, 3]
     answers = runner.try_residuals([good, wrong, wide, good])
     assert [type(answer) for answer in answers] == [Residuals, ModelError, ModelError, Residuals]
 
