@@ -74,8 +74,10 @@ def flow_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """``flow_rig(name)``: the model with LoRAs "one", "two" (of other ranks and layers), "text" and "dora"."""
     rigs: dict[str, FlowRig] = {}
 
-    def rig_of(name: str, *, dtype: str = "float32", executor: str = "auto", exact: str = "never") -> FlowRig:
-        key = f"{name}-{dtype}-{executor}-{exact}"
+    def rig_of(
+        name: str, *, dtype: str = "float32", executor: str = "auto", exact: str = "never", apart: bool = False
+    ) -> FlowRig:
+        key = f"{name}-{dtype}-{executor}-{exact}-{apart}"
         if key not in rigs:
             folder = MAKE[name](tmp_path_factory.mktemp("models") / key)
             loras = write_loras(folder, tmp_path_factory.mktemp("loras"))

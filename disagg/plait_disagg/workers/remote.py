@@ -25,7 +25,7 @@ from plait_disagg.values import ModelCard, RankAnswer
 from plait_fabric import FabricError, Message
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
-from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.fields import SEND_S, Header, WireError
 from plait_fabric.rpc.outages import Backoff
 from plait_kernels.threads import set_threads
 
@@ -70,6 +70,7 @@ class RemoteCore:
             on_welcome=self._on_welcome,
             on_message=self._on_message,
             on_lost=self._on_lost,
+            send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
         )
         self._client: Client[RankJob] = Client(

@@ -52,10 +52,12 @@ class AuditPlan:
 
 @dataclass(slots=True, kw_only=True)
 class AuditStatistics:
-    """Counts since the start. `largest`: the largest difference, as a share of the tolerance."""
+    """Counts since the start. `skipped`: calls that found no room to wait; the next of such a shape may. `largest`: the
+    largest difference, as a share of the tolerance."""
 
     checked: int = 0
     drifted: int = 0
+    skipped: int = 0
     failed: int = 0
     largest: float = 0.0
 
@@ -117,6 +119,7 @@ class Auditor:
         with self._lock:
             self.is_full = bool(self._pending) and self._pending_bytes + sample.nbytes > self.plan.pending_bytes
             if self.is_full:
+                self._statistics.skipped += 1
                 return False
             self._pending.append(sample)
             self._pending_bytes += sample.nbytes

@@ -67,7 +67,7 @@ def test_a_program_that_is_wrong_at_one_shape_of_many_is_found(tmp_path, caplog)
             audited.run(small_inputs(1, height, width))
         auditor.wait()
     found = auditor.statistics()
-    assert (found.checked, found.drifted, found.failed) == (16, 1, 0)
+    assert (found.checked, found.drifted, found.skipped, found.failed) == (16, 1, 0, 0)
     assert found.largest > 1.0
     assert ["[1, 6, 6, 9]" in record.message for record in caplog.records] == [True]
     before, torchs = program.calls, reference()
@@ -140,7 +140,8 @@ def test_what_waits_takes_room_and_is_one_call_at_least(room, factors):
     audited.run(small_inputs(1, 4, 4) if factors else small_inputs(1, 2, 8), factors)
     busy.set()
     auditor.wait()
-    assert auditor.statistics().checked == 1
+    found = auditor.statistics()
+    assert (found.checked, found.skipped) == (1, 1)
 
 
 def test_nothing_is_computed_while_others_compute():
@@ -151,6 +152,7 @@ def test_nothing_is_computed_while_others_compute():
     for height, width in ((4, 4), (2, 8), (8, 2), (8, 2)):
         audited.run(small_inputs(1, height, width))
     assert auditor.statistics().checked == 0
+    assert auditor.statistics().skipped == 1
     busy.set()
     auditor.wait()
     assert auditor.statistics().checked == 2

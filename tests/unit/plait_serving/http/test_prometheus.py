@@ -161,7 +161,7 @@ def test_promtool_has_nothing_against_what_is_counted():
 
 def counted_engine():
     """An engine with a model and a tenant, as far as it is counted."""
-    audit = SimpleNamespace(checked=1, drifted=0, failed=0, largest=0.5)
+    audit = SimpleNamespace(checked=1, drifted=0, skipped=0, failed=0, largest=0.5)
     lora = SimpleNamespace(resident_bytes=1, resident=1, hits=1, misses=1, evictions=1)
     resident = SimpleNamespace(nbytes=1, budget_bytes=2, loads=1, resident=("emoji",))
     family = SimpleNamespace(auditor=SimpleNamespace(statistics=lambda: audit))
