@@ -176,8 +176,8 @@ class ProcessConformance:
             clients[2].sendall(os.urandom(RESPONSE_BYTES))
             clients[3].sendall(b"\x80\x04\x95")
             clients[4].close()
-            connect(listener.address, secret=SECRET, timeout_s=WAIT_S).close()
-            listener.accept(WAIT_S).close()
+            with connect(listener.address, secret=SECRET, timeout_s=WAIT_S), listener.accept(WAIT_S):
+                pass
             now_s[0] += 1.0
             assert eventually(lambda: listener.rejected == 6)
             clients[0].settimeout(WAIT_S)

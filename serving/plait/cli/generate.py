@@ -81,7 +81,6 @@ def generate(
     )
     check_order(order, images)
     with open_service(images) as service:
-        print("drawing ...", file=sys.stderr, flush=True)
         made = run_order(order, output, service, preprocessors=PREPROCESSORS, say=_say)
     print(json.dumps(made, indent=1) if as_json else "\n".join(each["file"] for each in made["pictures"]))
 

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import math
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -195,6 +196,7 @@ def run_order(
 async def _made(
     body: GenerationBody, output: Path, service: ImageService, preprocessors: Preprocessors, say: Say
 ) -> dict[str, Any]:
+    sys.stderr.write("drawing ...\n")  # from here on an interrupt ends the work
     request = resolve(
         body,
         await service.catalog(),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from plait_bench import models
 from plait_bench.models import (
     FILE,
     ModelFleet,
@@ -99,7 +98,6 @@ def test_models_that_were_written_are_measured_in_turn(tmp_path, monkeypatch):
         tiny_sd(tmp_path / f"sd15-{seed}", seed=seed)
     for module in (assemble, memory):  # what else the process holds is more than these models
         monkeypatch.setattr(module, "memory_of", lambda *_, **__: MemoryReader())
-    monkeypatch.setattr(models, "_REQUESTS", 5)  # the last is for a model that has made room
     workload = Switching("x", tmp_path, family="sd15", edge=32)
     with workload.session(print):
         readings = {
