@@ -71,8 +71,7 @@ class _PartSection(Replicated):
     omp_wait: Annotated[
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
     ] = "passive"
-    """Lookups are few beside what OpenVINO's threads and the ingress compute meanwhile. On two cores two `threads` that
-    sleep rank 1.2 to 2 times as many requests as two that spin (rm1 and rm2, 64 candidates, 1 to 16 callers)."""
+    """Lookups are few beside what OpenVINO's threads and the ingress compute meanwhile, on cores that spinning takes."""
 
 
 class ShardsSection(_PartSection):
