@@ -71,7 +71,7 @@ class _PartSection(Replicated):
     omp_wait: Annotated[
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
     ] = "passive"
-    """Lookups are few beside what OpenVINO's threads and the ingress compute meanwhile, on cores that spinning takes."""
+    """Lookups are few beside what OpenVINO's threads and the ingress compute meanwhile: spinning takes their cores."""
 
 
 class ShardsSection(_PartSection):
