@@ -181,9 +181,8 @@ class Cluster:
             return 0, str(error)
         if answer.status < 400:
             return answer.status, answer.json()
-        if answer.headers.get("retry-after"):
-            return REFUSED, answer.status
-        return answer.status, answer.text[:300]
+        status = REFUSED if answer.headers.get("retry-after") else answer.status
+        return status, answer.text[:300]
 
     def image(self) -> tuple[int, Any]:
         """A small image."""
@@ -222,7 +221,7 @@ def test_what_serve_deploy_runs_answers_and_spreads_and_moves_without_a_loss(tmp
         scores = [it["score"] for it in ranked["items"]]
         assert scores == sorted(scores, reverse=True)
         burst(cluster)
-        with head.node(6, drain_s=30) as node, loaded(cluster) as found:
+        with head.node(6, drain_s=240) as node, loaded(cluster) as found:
             cluster.wait(lambda: found["image", 200] > 1 and found["ranking", 200] > 10, "no load")
             cluster.deploy(capsys, max_steps=41)
             there = replicas_of(node)

@@ -27,11 +27,12 @@ _USER = 1000
 """The user of `deploy/Dockerfile`."""
 _SPREAD_S = 15
 """How long a pod that ends may still be sent requests, until every node knows."""
-_DRAIN_S = 30
-"""How long Ray itself then gives its node, at most, from SIGTERM on (its default)."""
+_START_S = 120
+"""How long a replica may then take to start elsewhere. Ray's default for all of a node's end, 30 s, is less than Serve
+keeps for the old one to stop in: replicas would be stopped at once, the only one of its kind, too."""
+_STOP_S = 20
+"""Serve's default of that, which is `server.drain_s` where requests finish in replicas."""
 _MARGIN_S = 15
-_RAY_ENVIRONMENT = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S), "RAY_LOG_TO_STDERR": "1"}
-"""What is logged is read where Kubernetes looks for it: files would go with the pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +67,21 @@ class Service:
         return _SPREAD_S + int(-(-self.longest_request_s // 1))
 
     @property
+    def _moving_s(self) -> int:
+        """What Ray then gives its node, at most: for replicas to start elsewhere, and to stop here."""
+        return _START_S + max(_STOP_S, int(-(-self.longest_request_s // 1)))
+
+    @property
     def _grace_s(self) -> int:
         """When Kubernetes kills a pod that has not ended."""
-        return self._leaving_s + _DRAIN_S + _MARGIN_S
+        return self._leaving_s + self._moving_s + _MARGIN_S
 
     def manifest(self, pods: Sequence[Pods], *, serve_config: str, ray_version: str) -> dict[str, Any]:
         """Return the RayService."""
         options = self.options
         spec: dict[str, Any] = {
             # When the cluster of the version before goes. KubeRay's default, 60 s, is the least.
-            "rayClusterDeletionDelaySeconds": max(60, self._grace_s),
+            "rayClusterDeletionDelaySeconds": max(60, self._leaving_s + _MARGIN_S),
             "excludeHeadPodFromServeSvc": True,
             "upgradeStrategy": _upgrade(options),
             "serveConfigV2": serve_config,
@@ -125,7 +131,9 @@ class Service:
         assert self.options.image is not None
         volumes = self.options.volumes
         cache = volumes.cache.path
-        env = {**self.environment, **_RAY_ENVIRONMENT, "XDG_CACHE_HOME": cache, "HF_HOME": f"{cache}/hub"}
+        # What is logged is read where Kubernetes looks for it: files would go with the pod.
+        ray = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(self._moving_s), "RAY_LOG_TO_STDERR": "1"}
+        env = {**self.environment, **ray, "XDG_CACHE_HOME": cache, "HF_HOME": f"{cache}/hub"}
         size: dict[str, Any] = {"cpu": str(group.cpus), "memory": group.memory}
         if isinstance(group, GpuGroup):
             size[group.resource] = str(group.gpus)

@@ -40,6 +40,10 @@ class ServedWorker:
         """False when the process must be replaced."""
         return self._server.alive
 
+    def leave(self, timeout_s: float) -> None:
+        """Serve on until clients have found another worker, or looked for one in vain; `timeout_s` at most."""
+        self._server.leave(timeout_s)
+
     @property
     def channels(self) -> int:
         """Number of clients connected now."""

@@ -24,6 +24,9 @@ Connect: TypeAlias = Callable[[frozenset[str]], ReplicaLink]
 
 T = TypeVar("T")
 
+_LOOKS = 4
+"""Who is asked to leave looks so often for another replica: the first look may have begun before."""
+
 
 class Client(Generic[T]):
     """A pool of connections, each to a different replica, which redial when theirs is lost.
@@ -48,7 +51,7 @@ class Client(Generic[T]):
         thread, which first calls `on_thread`."""
         self._connect = connect
         self._report = protocol.on_lost
-        self._protocol = replace(protocol, on_lost=self._on_lost)
+        self._protocol = replace(protocol, on_lost=self._on_lost, on_leaving=self._may_let_go)
         self._name = name
         self._count, self._max_count = count, max(count, max_count or count)
         self._window = window
@@ -82,8 +85,10 @@ class Client(Generic[T]):
 
     def best(self, *, full: bool = False) -> Connection[T] | None:
         """Return any connection that is up with the fewest open calls, fewer than its window unless it may be `full`; a
-        resting one only if all are resting."""
-        usable = [it for it in self.connections if it.up and (full or it.open_calls < it.window)]
+        resting one only if all are resting, one whose server leaves only if all do."""
+        up = [it for it in self.connections if it.up]
+        staying = [it for it in up if not it.is_leaving] or up
+        usable = [it for it in staying if full or it.open_calls < it.window]
         if len(usable) < 2:
             return usable[0] if usable else None
         now_s = time.monotonic()
@@ -123,6 +128,7 @@ class Client(Generic[T]):
                 connection.replica = ""
                 connection.why_down = str(error)
                 failures += 1
+                self._has_looked()
                 if not self._is_wanted(connection):
                     return
                 self._stop.wait(self._backoff.wait_s(failures, self._rng))
@@ -130,9 +136,21 @@ class Client(Generic[T]):
             _log.info("%s: connected to %s", self._name, connection.replica)
             failures = 0
             self._outages.found()
+            self._has_looked()
             self._is_wanted(connection)
             connection.read()
             connection.replica = ""
+
+    def _has_looked(self) -> None:
+        for connection in self.connections:
+            connection.looks += 1
+            self._may_let_go(connection)
+
+    def _may_let_go(self, connection: Connection[T]) -> None:
+        """Let a server go that is leaving, once another is there or was looked for in vain."""
+        is_another = any(it.up and not it.is_leaving for it in self.connections)
+        if connection.is_leaving and (is_another or connection.looks >= _LOOKS):
+            connection.let_go()
 
     def _on_lost(self, connection: Connection[T], items: list[T], why: str) -> None:
         if not self.up:

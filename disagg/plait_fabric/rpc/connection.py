@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -18,7 +19,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from plait_fabric.errors import FabricError, FabricTimeout, PoolExhausted, RecvTimeout, SendTimeout
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header
-from plait_fabric.rpc.fields import HANDSHAKE_S, SEND_S, WireError, greeting, read_greeting
+from plait_fabric.rpc.fields import HANDSHAKE_S, LEAVING, LEFT, SEND_S, WireError, greeting, read_greeting
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.values import Message
 
@@ -60,8 +61,9 @@ class ClientProtocol(Generic[T]):
     """What a workload sends and receives as a client. `T` is what it wants to remember about a call.
 
     The callbacks run on the thread that attaches or reads. `on_welcome`, and `on_message`, which owns the message,
-    may raise `WireError` to disconnect. `on_lost` gets the calls that will not be answered any more, and why. A call
-    that is older than `answer_timeout_s`, if given, costs the connection.
+    may raise `WireError` to disconnect. `on_lost` gets the calls that will not be answered any more, and why.
+    `on_leaving`: the server asks to be let go (`Connection.let_go`). A call that is older than `answer_timeout_s`, if
+    given, costs the connection.
     """
 
     version: int
@@ -69,6 +71,7 @@ class ClientProtocol(Generic[T]):
     on_welcome: Callable[[Connection[T], Mapping[str, Any]], None]
     on_message: Callable[[Connection[T], Message], None]
     on_lost: Callable[[Connection[T], list[T], str], None]
+    on_leaving: Callable[[Connection[T]], None] = lambda _: None
     send_timeout_s: float = SEND_S
     answer_timeout_s: float | None = None
 
@@ -95,6 +98,8 @@ class Connection(Generic[T]):
         self.replica = ""
         self.why_down = "not connected yet"
         self.rests_until_s = 0.0
+        self.is_leaving = self._is_let_go = False
+        self.looks = 0
 
     @property
     def up(self) -> bool:
@@ -121,6 +126,7 @@ class Connection(Generic[T]):
             raise ConnectionLost(link.replica, str(error), hung=isinstance(error, FabricTimeout)) from error
         with self._lock:
             self.replica, self._channel, self.why_down = link.replica, channel, "the peer was lost"
+            self.is_leaving = self._is_let_go = False
             closed = self._closed  # close() may have looked before there was a channel
         if closed:
             channel.close()
@@ -179,6 +185,13 @@ class Connection(Generic[T]):
     def rest(self) -> None:
         """Mark the connection as a last choice for a while: the server is stopping and takes no more calls."""
         self.rests_until_s = time.monotonic() + _REST_S
+
+    def let_go(self) -> None:
+        """Tell a server that is leaving that no more calls come. Those that are open are answered. Idempotent."""
+        if not self._is_let_go:
+            self._is_let_go = True
+            with suppress(ConnectionLost, FabricError):
+                self.send(bare(LEFT))
 
     def close(self) -> None:
         """Close the connection for good; open calls are lost. Idempotent."""
@@ -258,7 +271,12 @@ class Connection(Generic[T]):
                 except RecvTimeout:
                     self._check_overdue()
                     continue
-                on_message(self, message)
+                if message.header.get("op") == LEAVING["op"]:
+                    message.release()
+                    self.is_leaving, self.looks = True, 0
+                    self._protocol.on_leaving(self)
+                else:
+                    on_message(self, message)
         except (FabricError, WireError) as error:
             return str(error)
         except Exception as error:

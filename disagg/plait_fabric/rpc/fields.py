@@ -83,6 +83,13 @@ HANDSHAKE_S = 10.0
 whatever the process is computing."""
 
 
+LEAVING: Header = {"op": "leaving"}
+"""A server's: it is about to stop, and serves until its clients have found another."""
+
+LEFT: Header = {"op": "left"}
+"""A client's answer to that: it calls no more."""
+
+
 def greeting(op: Literal["hello", "welcome"], version: int, payload: Header) -> dict[str, Any]:
     """Make a client's hello or a server's welcome. `version`: of the workload's protocol as a whole."""
     return {"op": op, "version": version, **payload}

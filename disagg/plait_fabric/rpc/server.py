@@ -19,7 +19,7 @@ from plait_fabric.errors import ChannelClosed, FabricError, PeerLost
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.rpc.connection import Outbox, Pack
-from plait_fabric.rpc.fields import HANDSHAKE_S, SEND_S, WireError, greeting, read_greeting
+from plait_fabric.rpc.fields import HANDSHAKE_S, LEAVING, LEFT, SEND_S, WireError, greeting, read_greeting
 from plait_fabric.transport.acceptor import Listener
 from plait_fabric.values import Message
 
@@ -32,7 +32,7 @@ class Peer:
     def __init__(self, number: int, channel: Channel, protocol: ServerProtocol) -> None:
         self.number = number
         self.channel = channel
-        self.is_greeted = False
+        self.is_greeted = self.has_left = False
         self._send_timeout_s = protocol.send_timeout_s
         self._room = threading.Semaphore(protocol.backlog)
         self._outbox = Outbox(name=f"replies {number}")
@@ -128,7 +128,8 @@ class Server:
         self._peers: dict[Peer, threading.Thread] = {}
         self._numbers = 0
         self._lock = threading.Lock()
-        self._stopped = False
+        self._fewer = threading.Condition(self._lock)
+        self._stopped = self._is_leaving = False
         self._announced: Header | None = None
         self.refused = 0
         self._acceptors = [
@@ -161,6 +162,18 @@ class Server:
         for peer in peers:
             if peer.is_greeted:
                 peer.send(header)
+
+    def leave(self, timeout_s: float) -> None:
+        """Ask all clients to find another server, and serve them until they have, or looked in vain; `timeout_s` at
+        most."""
+        with self._lock:
+            self._is_leaving = True
+            peers = list(self._peers)
+        for peer in peers:
+            if peer.is_greeted:
+                peer.send(LEAVING)
+        with self._fewer:
+            self._fewer.wait_for(lambda: all(peer.has_left for peer in self._peers), timeout_s)
 
     def close_listeners(self) -> None:
         """Stop accepting clients; those connected stay. Idempotent."""
@@ -204,7 +217,14 @@ class Server:
         try:
             self._greet(peer)
             while True:
-                self._protocol.on_message(peer, peer.channel.recv())
+                message = peer.channel.recv()
+                if message.header.get("op") == LEFT["op"]:
+                    message.release()
+                    with self._fewer:
+                        peer.has_left = True
+                        self._fewer.notify_all()
+                else:
+                    self._protocol.on_message(peer, message)
         except (PeerLost, ChannelClosed) as error:
             _log.info("%s: client %s left: %s", self._name, peer.channel.peer, error)
         except (FabricError, WireError) as error:
@@ -213,6 +233,7 @@ class Server:
             peer.hang_up()
             with self._lock:
                 self._peers.pop(peer, None)
+                self._fewer.notify_all()
             self._protocol.on_lost(peer)
 
     def _greet(self, peer: Peer) -> None:
@@ -225,3 +246,5 @@ class Server:
         peer.is_greeted = True
         if self._announced is not None and self._announced is not announced:
             peer.send(self._announced)
+        if self._is_leaving:
+            peer.send(LEAVING)

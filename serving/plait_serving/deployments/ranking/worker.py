@@ -54,8 +54,10 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_S = 5.0
 _LOOK_S = 0.02
+_LEAVE_S = 12.0
+"""So long a replica that is replaced goes on serving clients that find no other: Serve gives it 20 s in all."""
 _FOUND_S = 2 * Backoff().max_s
-"""Within this time clients find a new replica; so long one that is replaced goes on serving them."""
+"""Within this time clients usually find a replica."""
 
 T = TypeVar("T")
 
@@ -243,10 +245,9 @@ class RankWorker:
             threading.Thread(target=self._catch_up, name="plait-catch-up", daemon=True).start()
 
     def __del__(self) -> None:
-        """Shut down when Serve removes the replica: requests that have arrived are answered, then clients move
-        elsewhere."""
+        """Shut down when Serve removes the replica: clients move elsewhere, requests that have arrived are answered."""
         if not self._stopped and hasattr(self, "_worker"):
-            time.sleep(_FOUND_S)
+            self._worker.leave(_LEAVE_S)
             self._stopped = True
             self._worker.stop(drain_s=_DRAIN_S)
             for shard in self._shards:

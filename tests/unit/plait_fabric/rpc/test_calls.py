@@ -407,6 +407,43 @@ def test_draining_sends_what_waits_and_takes_nobody_new(address: str) -> None:
             connect(numbers.address, secret=SECRET)
 
 
+def test_a_server_that_leaves_serves_its_clients_until_they_have_another(address: str, tmp_path: Path) -> None:
+    """However long they look for it; what is open there is answered there."""
+    with serving(address, doubles=False) as first, serving(new_address("inproc", tmp_path)) as second:
+        fleet = Fleet({"a": first.address})
+        there = threading.Event()
+
+        def connected(left_out: frozenset[str]) -> ReplicaLink:
+            assert not left_out or there.wait(WAIT_S)
+            return fleet.connect(left_out)
+
+        client = Client(connected, client_protocol(), name="test", max_count=2, backoff=QUICK)
+        _open.append(client)
+        wait_for(lambda: client.up == 1)
+        leaving = threading.Thread(target=first.server.leave, args=(WAIT_S,), daemon=True)
+        leaving.start()
+        wait_for(lambda: client.connections[0].is_leaving)
+        question = _ask(client, 1)
+        peer, number, value = first.asked.get(timeout=WAIT_S)
+        assert leaving.is_alive()
+        fleet.addresses["b"] = second.address
+        there.set()
+        leaving.join(WAIT_S)
+        assert not leaving.is_alive()
+        assert [_ask(client, value).wait() for value in range(8)] == [2 * value for value in range(8)]
+        peer.send({"number": number, "value": value})
+        assert question.wait() == 1
+
+
+def test_a_server_that_leaves_waits_for_nobody_who_looks_in_vain(address: str) -> None:
+    """There may be no other: its successor starts when it is gone."""
+    with serving(address) as numbers:
+        client = _client(Fleet({"a": numbers.address}), max_count=2)
+        wait_for(lambda: client.up == 1)
+        numbers.server.leave(10 * WAIT_S)
+        assert _ask(client, 2).wait() == 4
+
+
 def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
     """With a backlog, no more of its messages are taken than may wait; others are served."""
     admitted: list[int] = []
