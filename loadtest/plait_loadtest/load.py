@@ -216,8 +216,8 @@ def _children(holder: object, part: str, path: str) -> list[object]:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Return the first problem, with the name of its field."""
-    first = error.errors(include_url=False)[0]
+    """Return the first problem, with the name of its field; an unknown one goes first."""
+    first = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
     beside = _suggestion(first["loc"]) if first["type"] == "extra_forbidden" else ""
     return strict_yaml.sentence(first, ".".join(_field_parts(first["loc"])), beside=beside)
 

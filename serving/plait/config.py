@@ -222,6 +222,12 @@ class ServedConfig(Section):
             raise ValueError(TUNING_WITHOUT_ADMIN)
         if self.images is None and (self.recommend is None or not self.recommend.resolved_models()):
             raise ValueError("images is null and there is no model under recommend: nothing to serve")
+        if self.images is not None:  # /v1/models, and `plait models`, know both by their names
+            keys = dict.fromkeys(self.images.base_models, "models" if self.images.models else "model")
+            keys |= dict.fromkeys(self.images.aliases, "aliases")
+            for name in self.ranking_models:
+                if name in keys:
+                    raise ValueError(f"images.{keys[name]} and recommend.models both have the name {name!r}")
         return self
 
     @property

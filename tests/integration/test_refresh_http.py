@@ -137,6 +137,7 @@ def test_from_a_retrained_model_to_the_running_server(server, tmp_path, capsys):
 
 MISTAKES = {
     "refresh parts {update} --url {url} --api-key guest": "admin",
+    "refresh parts {update} --url {url}": "--api-key",
     "refresh nobody {update} --url {url} --api-key boss": "nobody",
     "refresh parts {update} --url http://127.0.0.1:1": "127.0.0.1:1",
     "refresh parts {update} --url parts": "is not http",

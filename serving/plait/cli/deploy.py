@@ -49,6 +49,8 @@ def render(
             raise PlaitError("--cluster goes with --target serve: pods of one group cannot be told apart by labels")
         print(kuberay_manifests(loaded), end="")
         return
+    if not loaded.server.port:
+        raise PlaitError("server.port: 0 is any free port, and Serve does not say which it took; name one")
     application = serve_application(loaded) if cluster is None else placed_application(loaded, cluster)
     print(render_serve(application, host=loaded.server.host, port=loaded.server.port), end="")
 

@@ -84,7 +84,9 @@ def check_model(config: ServedConfig, model: str) -> Iterator[CheckResult]:
         return
     if not path.exists():
         raise PlaitError(f"{model}: no model of that name, no folder and no file{hint(name, known)}")
-    yield from _at(path, model, images)
+    for found in _at(path, model, images):
+        said = found.detail.removeprefix(f"{model}: ")  # most name the file as well
+        yield replace(found, detail=said if str(path) in said else found.detail)
 
 
 def _at(path: Path, key: str, images: ImagesSection | None) -> Iterator[CheckResult]:
@@ -137,7 +139,7 @@ def check_folders(config: ServedConfig, *, fully: bool = False) -> Iterator[Chec
             for found in () if base.is_starter or base.is_hub_id else check(base, key):
                 yield found if number == 0 else _as_warning(found)
         for name, section in (images.controlnets or {}).items():
-            yield _controlnet(section.folder, f"images.controlnets.{name}.folder")
+            yield _controlnet(section.folder, f"images.controlnets.{name}.folder", _unets(images))
         for key, folder in (("loras.folder", images.loras.folder), ("models_folder", images.models_folder)):
             if folder is not None and not folder.is_dir():
                 yield finding("models", False, f"images.{key}: {_missing(folder)}", "make it, or correct the key")
@@ -245,14 +247,30 @@ def _weights(folder: Path, key: str) -> CheckResult:
     return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{folder}: safetensors, {size:.2f} GB")
 
 
-def _controlnet(folder: Path, key: str) -> CheckResult:
+def _unets(images: ImagesSection) -> list[Path]:
+    """Return the configurations of the base models' UNets; none if there may be models that say nothing here."""
+    paths = [Path(base.folder) / "unet" / "config.json" for base in images.base_models.values()]
+    return paths if images.models_folder is None and all(path.is_file() for path in paths) else []
+
+
+def _controlnet(folder: Path, key: str, unets: Collection[Path] = ()) -> CheckResult:
+    """Check a ControlNet, and that it fits one of the base models, if their UNets are known."""
     found = _weights(folder, key)
-    if found.verdict is CheckStatus.OK:
-        try:
-            check_controlnet(folder)
-        except ModelError as error:
-            return finding("models", False, f"{key}: {error.message}", "take another ControlNet")
-    return found
+    if found.verdict is not CheckStatus.OK:
+        return found
+    if (why := _why_unfit(folder)) is not None:
+        return finding("models", False, f"{key}: {why}", "take another ControlNet")
+    whys = [_why_unfit(folder, unet) for unet in unets]
+    fits = not whys or None in whys
+    return found if fits else warning("models", False, f"{key}: {whys[0]}", "take one that is made for the base model")
+
+
+def _why_unfit(folder: Path, unet: Path | None = None) -> str | None:
+    try:
+        check_controlnet(folder, base=None if unet is None else read_json(unet))
+    except ModelError as error:
+        return error.message
+    return None
 
 
 def _lora(path: Path) -> CheckResult:

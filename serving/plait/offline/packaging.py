@@ -111,4 +111,5 @@ def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None
     if answer.status_code == 200 and "version" in said:
         return str(said["version"])
     why = said.get("error")
-    raise PlaitError(why if isinstance(why, str) else f"{url} answered {answer.status_code}")
+    why = why if isinstance(why, str) else f"{url} answered {answer.status_code}"
+    raise PlaitError(f"{why} (--api-key, or PLAIT_API_KEY)" if answer.status_code in (401, 403) else why)

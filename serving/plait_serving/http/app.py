@@ -61,6 +61,8 @@ ALIASES = {
 _ENTRIES = {"loras": '{"name": "NAME", "scale": 1.0}', "controlnets": '{"name": "NAME", "image": "BASE64"}'}
 """An entry of each list of objects."""
 
+_TUNING = "/v1/tuning"
+
 # Our metrics are at /metrics. FastAPI's own look for OpenTelemetry providers in every request, and Ray sets some up.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
@@ -133,7 +135,8 @@ def app_from_context(
         BodyLimitMiddleware, max_bytes=settings.max_body_bytes, max_total_bytes=settings.max_bodies_bytes
     )
     if any(limits.requests_per_s is not None for limits in settings.tenants.values()):
-        app.add_middleware(RateMiddleware, limits=settings.tenants, monotonic_s=context.monotonic_s)
+        refused = context.metrics.observe_refused
+        app.add_middleware(RateMiddleware, limits=settings.tenants, monotonic_s=context.monotonic_s, refused=refused)
     app.add_middleware(AuthMiddleware, keys=settings.api_keys, anyone=settings.anyone)
     app.add_middleware(
         HostMiddleware, hosts=settings.allowed_hosts, origins=settings.allowed_origins, keys=settings.api_keys
@@ -188,8 +191,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.url.path}"
     routes = request.app.openapi()["paths"] if error.status_code in (404, 405) else {}
     taken = f"; it takes {', '.join(routes[request.url.path]).upper()}" if request.url.path in routes else ""
-    is_off = request.url.path.startswith("/sdapi/") and not request.app.state.context.settings.a1111_api
-    instead = "; server.a1111_api: true turns it on" if is_off else hint(request.url.path, routes)
+    key = ""
+    if request.url.path.startswith("/sdapi/") and not request.app.state.context.settings.a1111_api:
+        key = "server.a1111_api"
+    elif request.url.path.startswith(_TUNING) and not any(path.startswith(_TUNING) for path in routes):
+        key = "tuning.enabled"
+    instead = f"; {key}: true turns it on" if key else hint(request.url.path, routes)
     message, code = {
         404: (f"there is no route {where}{instead}", "unknown_route"),
         405: (f"{where} is not allowed{taken}", "method_not_allowed"),
@@ -205,9 +212,9 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
 
 
 def validation_error(errors: Sequence[Any], body: type[BaseModel]) -> ApiError:
-    """Return the first of pydantic's errors as a 400 with a dotted `param`; the message counts the others. `body`: what
-    was to be read, for hints."""
-    first = errors[0]
+    """Return the first of pydantic's errors as a 400 with a dotted `param`; the message counts the others. An unknown
+    field goes first: that another is missing often follows from it. `body`: what was to be read, for hints."""
+    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]
     if path[:1] in (["body"], ["query"]):  # where it was; a field may be called so, too
         path = path[1:]

@@ -22,7 +22,6 @@ from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.replica_metrics import (
-    IMAGE_COUNTS,
     REPLICA,
     ReplicaMetrics,
     exposition,
@@ -136,7 +135,7 @@ async def usage(context: ContextDep, who: Annotated[Principal, Depends(principal
     """
     is_up = (await gather(context)).is_up.get("images", True)
     found = context.account.by_tenant()
-    if not is_up and not context.account.knows(IMAGE_COUNTS):
+    if not is_up and not context.account.knows(("images",)):  # of refusals ingresses know, too
         raise EngineStopped("the engine, which keeps the account, does not answer", retry_after_s=1.0)
     seen = found if who.role is Role.ADMIN else {who.tenant: found.get(who.tenant, {})}
     return {"object": "list", "data": [{"object": "usage", "tenant": name, **seen[name]} for name in sorted(seen)]}

@@ -328,6 +328,8 @@ class ImagesSection(Replicated):
         for name, alias in self.aliases.items():
             if name in self.base_models:
                 raise ValueError(f"aliases.{name}: there is a model of that name")
+            if alias.model in self.aliases:
+                raise ValueError(f"aliases.{name}.model: {alias.model!r} is an alias itself; name its model")
             if alias.model not in self.base_models and self.models_folder is None:
                 raise ValueError(
                     f"aliases.{name}.model: there is no model {alias.model!r}{hint(alias.model, self.base_models)}"

@@ -105,6 +105,13 @@ def test_deploy_render_of_local_controlnets_has_no_deployments_for_them(rendered
     assert [deployment["name"] for deployment in application["deployments"]] == ["engine", *WORKERS, "ingress"]
 
 
+def test_deploy_render_refuses_any_free_port(render):
+    """Nobody would learn which one Serve takes; in a pod it is a fixed one."""
+    code, printed = render("server: {port: 0}", "--target", "serve")
+    assert (code, printed.out) == (1, "")
+    assert "server.port: 0 is any free port" in printed.err
+
+
 def test_deploy_render_refuses_what_serve_would_ignore():
     """Serve drops keys it does not know; the renderer says so instead."""
     application = ServeApplication(name="plait", import_path="a:b", args={})

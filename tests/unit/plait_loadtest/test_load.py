@@ -104,6 +104,7 @@ RAW = {"target": {"api": "raw"}}
     [
         # unknown, missing, of a wrong type
         ({"durations_s": 3}, {}, r"^durations_s: there is no such setting \(did you mean duration_s\?\)$"),
+        ({"duration_s": "x", "durations_s": 3}, {}, "^durations_s: there is no such setting"),
         ({}, {"target.ulr": 3}, r"^target.ulr: there is no such setting \(did you mean url\?\)$"),
         ({}, {"mix.0.stepz": 3}, r"^mix.0.stepz: there is no such setting \(did you mean steps\?\)$"),
         ({}, {"arrivals.burstiness": 3}, r"^arrivals.burstiness: there is no such setting for poisson arrivals, which"),

@@ -192,12 +192,17 @@ def _controls(scripts: Mapping[str, Any], image: str | None) -> list[dict[str, A
     units: list[Any] = []
     for name, script in scripts.items():
         args: Any = script.get("args") if isinstance(script, dict) else script
-        found = [each for each in (args if isinstance(args, list) else [args]) if each]
+        given = args if isinstance(args, list) else [args]
         if name.lower() == "controlnet":
-            units += found
-        elif found:
+            units += filter(None, given)
+        elif any(given) and _is_on(given[0]):
             raise RequestError(f"alwayson_scripts.{name[:64]}: plait has ControlNet alone", param="alwayson_scripts")
     return [_control(unit, image) for unit in units if isinstance(unit, Mapping) and unit.get("enabled", True)]
+
+
+def _is_on(first: Any) -> bool:
+    """Return whether a script runs whose first argument this is: by A1111's custom it is the switch, or has it."""
+    return (first.get("enabled", first.get("enable")) if isinstance(first, Mapping) else first) is not False
 
 
 def _control(unit: Mapping[str, Any], image: str | None) -> dict[str, Any]:

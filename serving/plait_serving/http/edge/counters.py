@@ -57,7 +57,7 @@ class HttpMetrics:
         self.rejected = count("plait_rejected", "Requests refused.", ["reason"])
         self.cancelled = count("plait_cancelled", "Requests whose client went away.")
         self.used: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """What was counted of tenants, by tenant and name (`replica_metrics.RANK_COUNTS`)."""
+        """What was counted of tenants, by tenant and name (`replica_metrics`)."""
         self.in_flight = gauge("plait_requests_in_flight", "Image requests being served.")
         gauge("plait_ingress_replicas", "Processes that answer HTTP.").set(1)  # several replicas add up
         in_ranker = "Inside the ranker, from its request to its answer."
@@ -101,6 +101,11 @@ class HttpMetrics:
             self.cancelled.inc()
         elif isinstance(error, Refused) or (isinstance(error, EngineError) and error.code == "engine_stopped"):
             self.rejected.labels(reason=error.code).inc()
+
+    def observe_refused(self, tenant: str, reason: str) -> None:
+        """Record that an image request was refused of which no engine hears."""
+        self.rejected.labels(reason=reason).inc()
+        self.used[tenant, "image_requests_rejected"] += 1
 
     def observe_rank(self, model: str, candidates: int, seconds: float, answer: RankAnswer, tenant: str) -> None:
         """Record that `candidates` of a known model were ranked within `seconds`."""

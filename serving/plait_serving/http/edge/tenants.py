@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.repeating import PACED_PATHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,18 @@ class TokenBucket:
 class RateMiddleware:
     """Refuses a tenant's requests beyond its `requests_per_s` (429), before their bodies are read."""
 
-    def __init__(self, app: ASGIApp, *, limits: Mapping[str, TenantLimits], monotonic_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Mapping[str, TenantLimits],
+        monotonic_s: Callable[[], float],
+        refused: Callable[[str, str], None],
+    ) -> None:
+        """`refused` is told of each request for images that is refused: its tenant, and the code of the answer."""
         self._app = app
         self._monotonic_s = monotonic_s
+        self._refused = refused
         self._buckets = {
             name: TokenBucket(one.requests_per_s) for name, one in limits.items() if one.requests_per_s is not None
         }
@@ -65,6 +75,8 @@ class RateMiddleware:
         if bucket is not None and scope["type"] == "http":
             wait_s = bucket.take(self._monotonic_s())
             if wait_s > 0.0:
-                message = f"tenant {tenant!r} sends too many requests per second"
-                raise ApiError(429, message, code="rate_limited", headers={"retry-after": str(math.ceil(wait_s))})
+                code, message = "rate_limited", f"tenant {tenant!r} sends too many requests per second"
+                if scope["path"] in PACED_PATHS:
+                    self._refused(tenant, code)
+                raise ApiError(429, message, code=code, headers={"retry-after": str(math.ceil(wait_s))})
         await self._app(scope, receive, send)

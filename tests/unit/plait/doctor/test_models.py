@@ -189,9 +189,11 @@ def test_what_the_engine_refuses_is_a_problem(config, file, changes, says):
     assert says in refused.value.message
     (found,) = problems(config)
     assert (found.verdict, found.detail) == (CheckStatus.FAIL, f"images.model: {refused.value.message}")
-    for asked in ("base", str(config.parent / "base")):
-        *_, last = models.check_model(load_config(config), asked)
-        assert (last.verdict, last.detail) == (CheckStatus.FAIL, f"{asked}: {refused.value.message}")
+    *_, last = models.check_model(load_config(config), "base")
+    assert (last.verdict, last.detail) == (CheckStatus.FAIL, f"base: {refused.value.message}")
+    *_, last = models.check_model(load_config(config), folder := str(config.parent / "base"))
+    assert (last.verdict, last.detail.count(folder)) == (CheckStatus.FAIL, 1)
+    assert last.detail.endswith(refused.value.message)
 
 
 def test_a_controlnet_that_the_engine_refuses_is_a_problem(config):
@@ -204,6 +206,25 @@ def test_a_controlnet_that_the_engine_refuses_is_a_problem(config):
     for found in (models.check_folders(load_config(config)), models.check_model(load_config(config), "a")):
         (problem,) = [it for it in found if it.verdict is not CheckStatus.OK]
         assert "global_pool_conditions (guess mode) is not supported" in problem.detail
+
+
+def test_a_controlnet_for_another_base_model_is_told(config):
+    """With the numbers that differ, unless it fits one of the models, or may fit one that is not known yet."""
+    here, other = config.parent, config.parent / "other" / "unet"
+    shutil.copytree(WEIGHTS / "controlnets" / "edges", here / "edges")
+    shutil.copytree(here / "base", other.parent)
+    for unet in (here / "base" / "unet", other):
+        wide = {**json.loads((unet / "config.json").read_text()), "cross_attention_dim": 2048}
+        (unet / "config.json").write_text(json.dumps(wide))
+    net = "controlnets: {a: {folder: edges}}"
+    for models_given, told in (
+        ("model: ./base", True), ("models: {x: ./base, y: ./other}", True), ("models: {x: ./base, e: emoji}", False),
+        ("model: ./base, models_folder: .", False),
+    ):  # fmt: skip
+        config.write_text(f"images: {{{models_given}, {net}}}\nrecommend: null\n")
+        found = [it for it in models.check_folders(load_config(config)) if "controlnets.a" in it.detail]
+        assert [it.verdict for it in found] == [CheckStatus.WARN] * told
+        assert all("the base model's is 2048: it is for another base model" in it.detail for it in found)
 
 
 def test_a_file_that_cannot_become_a_folder_is_a_problem(config):

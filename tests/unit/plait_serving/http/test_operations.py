@@ -109,6 +109,14 @@ def test_other_routes_answer_in_the_same_form(client, method, path, status, code
         assert answer.headers["allow"]
 
 
+@pytest.mark.parametrize("path", ["/v1/tuning", "/v1/tuning/jobs"])
+def test_the_routes_of_tuning_say_what_turns_them_on(client, path):
+    """They are there only with one key of the configuration."""
+    answer = client.get(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_route")
+    assert answer.json()["error"]["message"].endswith("; tuning.enabled: true turns it on")
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [("req-1_2.3", "req-1_2.3"), ("x" * 128, "x" * 128), ("", None), ("a b", None), ("x" * 129, None), ("ä", None)],

@@ -101,6 +101,24 @@ def test_too_many_requests_a_second_are_refused_before_their_bodies():
     assert len(service.submitted) == 2
 
 
+def test_requests_beyond_the_rate_are_counted_as_refused():
+    """Those for images, as those that the engine refuses: of the tenant, and by their reason. They are no account of
+    an engine that never answered."""
+    service = FakeImageService()
+    client = make_client(service, settings(requests_per_s=0.01))
+    for path in ("/v1/models", "/v1/models", URL, URL):
+        client.request("POST" if path == URL else "GET", path, headers=as_tenant("acme"))
+    text = client.get("/metrics", headers=as_tenant("root")).text
+    assert total(text, "plait_rejected_total", reason="rate_limited") == 2
+    assert total(text, "plait_tenant_image_requests_rejected_total", tenant="acme") == 2
+
+    async def nobody():
+        raise EngineStopped("no engine answers")
+
+    service.counts = nobody
+    assert client.get("/v1/usage", headers=as_tenant("root")).status_code == 503
+
+
 def test_rankings_are_counted_by_tenant():
     """`/v1/usage` shows a tenant its own sums, and an admin everybody's."""
     client = make_ranking_client(settings=HttpSettings(api_keys=KEYS))

@@ -300,6 +300,20 @@ def test_who_holds_more_than_its_share_is_asked_and_waits_again(make):
     assert not second.done()
 
 
+def test_while_another_waits_nobody_takes_more_than_its_share_nor_gives_back_less(make):
+    """Half of the memory is one's own: it gets no more while another waits, even where there is room, and is not asked
+    for it as long as the other wants more than its half, and has not waited long."""
+    bench = make(4, clock=lambda: 0.0)
+    first, large = bench.lease("a"), bench.acquire(["b", "c", "d", "e"], OTHER)
+    more = bench.acquire(["b", "c"])
+    assert bench.cache.statistics().misses == 1  # no file was asked for since the first
+    assert not first.is_asked_back
+    assert first.give_back() is None
+    first.release()
+    more.result(SOON_S).release()
+    assert len(large.result(SOON_S).weights) == 4
+
+
 def test_a_file_that_was_replaced_meanwhile_does_not_go_on_as_another(make):
     """One image is never made with two contents of a LoRA."""
     now_s = [0.0]

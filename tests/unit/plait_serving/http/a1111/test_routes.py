@@ -161,6 +161,8 @@ def of_unit(**unit):
         ({"prompt": "long"}, 400, "negative_prompt: 76 tokens are too many"),
         ({"enable_hr": True}, 400, "enable_hr"),
         ({"alwayson_scripts": {"ADetailer": {"args": [True, {}]}}}, 400, "ADetailer"),
+        ({"alwayson_scripts": {"ADetailer": {"args": [{"ad_model": "face"}]}}}, 400, "ADetailer"),
+        ({"alwayson_scripts": {"Seed": {"args": [7, False]}, "Refiner": {"args": [False, "", 0.8]}}}, 400, "Seed"),
         ({"sampler_name": "DPM2"}, 400, "sampler_name"),
         ({"scheduler": "sgm_uniform"}, 400, "scheduler"),
         ({"sampler_name": "Euler a", "eta": 0.5}, 400, "eta"),
@@ -294,6 +296,19 @@ def test_controlnets_come_as_an_always_on_script(client, service):
     for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"weight": 10**400}):
         body["alwayson_scripts"] = {"controlnet": {"args": [{**unit, **wrong}]}}
         assert client.post(f"{SDAPI}/img2img", json=body).status_code in (400, 404)
+
+
+def test_scripts_that_are_off_change_nothing(client, service):
+    """As the page of A1111 sends those that nobody turned on, and webuiapi the detailer: with all their arguments."""
+    off = {
+        "ADetailer": [False, False, {"ad_model": "face_yolov8n.pt"}], "Soft Inpainting": [False, 1, 0.5, 4, 0, 0.5, 2],
+        "Dynamic Thresholding (CFG Scale Fix)": [False, 7, 100, "Constant"], "Refiner": [False, "", 0.8],
+        "AnimateDiff": [{"enable": False, "model": "mm"}], "Mine": {"enabled": False, "x": 1}, "Hypertile": [],
+        "Extra options": None, "Comments": [None, ""], "ControlNet": [{"enabled": False, "model": "edges"}],
+    }  # fmt: skip
+    scripts = {name: {"args": args} for name, args in off.items()}
+    assert client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "alwayson_scripts": scripts}).is_success
+    assert service.submitted[-1].controlnets == ()
 
 
 def test_what_an_image_says_of_its_making(client):

@@ -437,6 +437,7 @@ def test_a_service_that_ends_without_a_result_or_raises_is_told_as_that(error, s
         ({"steps": 3}, "did you mean num_inference_steps?"),
         ({"negativ_prompt": 3}, "did you mean negative_prompt?"),
         ({"prompt_3": 3}, "did you mean prompt?"),
+        ({"n": 0, "promt": "x"}, "promt: unknown field; did you mean prompt? (and 1 more)"),
         ({"loras": "noto"}, 'loras: write [{"name": "noto", "scale": 1.0}], a list'),
         ({"controlnets": ["edges"]}, 'controlnets.0: write {"name": "edges", "image": "BASE64"}, an object'),
         ({"loras": [{"name": "notto"}]}, "there is no LoRA 'notto'; did you mean noto?"),
