@@ -19,7 +19,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from optuna.trial import Trial as OptunaTrial
 
-from plait_autoconfig.designers.protocols import Designer
+from plait_autoconfig.designers.base import Designer
 from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space

@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from plait_autoconfig.designers import maker_of
-from plait_autoconfig.designers.protocols import ServiceContext
+from plait_autoconfig.designers.base import ServiceContext
 from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors

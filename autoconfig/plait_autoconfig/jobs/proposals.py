@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Sequence
 
-from plait_autoconfig.designers.protocols import Designer
+from plait_autoconfig.designers.base import Designer
 from plait_autoconfig.errors import Exhausted, OutsideSpace
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record
