@@ -30,7 +30,7 @@ from plait_serving.spelling import hint
 DEFAULT_OUT = Path("out/tune")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """The jobs that ship with plait."""
-FACTORY = "plait.tuning.measure.measurer:open_measurer"
+FACTORY = "plait.tuning.measure.measurer:PlaitMeasurer"
 
 
 def run(
