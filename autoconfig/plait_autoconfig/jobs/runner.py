@@ -99,10 +99,9 @@ class ChildRunner:
         """Start a process, make the measurer in it and have it check the job."""
         self._spawn()
         log_from = _size(self._log)
-        make = ("make", self._source.factory, self._folder, dict(self._source.arguments))
+        source, spec = self._source, self._spec.model_dump_json()
+        check = ("check", source.factory, self._folder, dict(source.arguments), spec)
         try:
-            self._asked(make, self._spec.start_limit_s, tick=tick)
-            check = ("check", self._spec.model_dump_json())
             return _SUBJECT.validate_python(self._asked(check, self._spec.start_limit_s, tick=tick))
         except (_TooLate, _Failed, _Gone, JobRefused) as error:
             if self._process is not None:  # else it has ended by itself, or was killed
