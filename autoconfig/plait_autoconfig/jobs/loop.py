@@ -57,7 +57,6 @@ class JobEvent:
     """An event of a job, for observers. `number`: of the measurement, if it concerns one."""
 
     kind: EventKind
-    at_s: float
     text: str
     number: int | None = None
 
@@ -88,7 +87,7 @@ def run_job(
         store.note(failure=str(error))
         raise
     state = read_state(store, now_s=now())
-    on_event(JobEvent(kind="ended", at_s=now(), text=f"{state.phase}: {state.reason}" if state.reason else state.phase))
+    on_event(JobEvent(kind="ended", text=f"{state.phase}: {state.reason}" if state.reason else state.phase))
     return state
 
 
@@ -187,9 +186,11 @@ class _JobWorker:
         step = self._planned(records)
         if isinstance(step, RunSearch):
             proposal = self._proposals.next(records)
-            if self._proposals.exhausted != self._store.facts().exhausted:
-                self._store.note(exhausted=self._proposals.exhausted)
-            step = self._planned(records) if proposal is None else RunMeasurement(MeasurementKind.TRIAL, proposal)
+            if isinstance(proposal, str):
+                self._store.note(exhausted=proposal)
+                step = self._planned(records)
+            else:
+                step = RunMeasurement(MeasurementKind.TRIAL, proposal)
         if not isinstance(step, RunMeasurement):
             return step
         claim = Claim(
@@ -287,7 +288,7 @@ class _JobWorker:
         self._say("note", why)
 
     def _say(self, kind: EventKind, text: str, number: int | None = None) -> None:
-        self._on_event(JobEvent(kind=kind, at_s=self._now(), text=text, number=number))
+        self._on_event(JobEvent(kind=kind, text=text, number=number))
 
 
 @contextmanager

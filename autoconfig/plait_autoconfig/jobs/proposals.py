@@ -20,7 +20,6 @@ class Proposals:
         self._designer, self._spec = designer, spec
         self._reported: set[int] = set()
         self._asked: dict[Hashable, Config] = {}
-        self.exhausted = ""
 
     def follow(self, records: Sequence[Record]) -> None:
         """Tell the designer what has finished since, and drop what was lost."""
@@ -35,9 +34,8 @@ class Proposals:
             elif config is not None:
                 self._designer.drop(config)
 
-    def next(self, records: Sequence[Record]) -> Config | None:
-        """Return a configuration that nobody has measured or is measuring; None to end the search (then see
-        `exhausted`).
+    def next(self, records: Sequence[Record]) -> Config | str:
+        """Return a configuration that nobody has measured or is measuring, or why the search is over.
 
         Returns the same one until it is claimed, by us or another worker.
         """
@@ -46,9 +44,8 @@ class Proposals:
         for key, config in self._asked.items():
             if key not in taken:
                 return config
-        self.exhausted = self._why_stop(records)
-        if self.exhausted:
-            return None
+        if why := self._why_stop(records):
+            return why
         try:
             while True:
                 config = self._designer.ask()
@@ -57,8 +54,7 @@ class Proposals:
                 if key not in taken:
                     return config
         except Exhausted as error:
-            self.exhausted = str(error)
-            return None
+            return str(error)
 
     def _why_stop(self, records: Sequence[Record]) -> str:
         stop = self._spec.stop

@@ -85,12 +85,11 @@ def test_a_designer_that_expects_no_gain_ends_the_search():
     """Only when the job asks for it, and after enough trials."""
     spec = job(**SMALL, stop={"expected_gain": 0.05, "least_trials": 2})
     records = [trial(0, 1), trial(1, 2)]
-    assert Proposals(Scripted(regret=0.01), spec).next(records[:1]) is not None
-    assert Proposals(Scripted(regret=0.06), spec).next(records) is not None
-    assert Proposals(Scripted(regret=0.01), job(**SMALL)).next(records) is not None
-    proposals = Proposals(Scripted(regret=0.01), spec)
-    assert proposals.next(records) is None
-    assert proposals.exhausted == "the designer expects no more than 1 % to be left to gain"
+    assert Proposals(Scripted(regret=0.01), spec).next(records[:1]) == {"replicas": 2}
+    assert Proposals(Scripted(regret=0.06), spec).next(records) == {"replicas": 3}
+    assert Proposals(Scripted(regret=0.01), job(**SMALL)).next(records) == {"replicas": 3}
+    said = "the designer expects no more than 1 % to be left to gain"
+    assert Proposals(Scripted(regret=0.01), spec).next(records) == said
 
 
 @pytest.mark.parametrize("designer", ["plait", "grid", "sobol", "optuna-tpe"])
