@@ -161,6 +161,18 @@ class DesignerConformance:
         assert SMALL.key(asked) in keys
         assert SMALL.key(measured) not in keys
 
+    def test_what_others_measure_is_not_proposed(self, make: type[Designer]) -> None:
+        """Until they are done with it, or gone; what was asked for and is measured by nobody is open again."""
+        designer = make(SMALL, OBJECTIVE, seed=16)
+        designer.ask()
+        theirs = SMALL.cells()[4]
+        designer.expect([theirs, {"cpu": 9, "batch": 4}])
+        keys = {SMALL.key(config) for config in run_trials(designer, 11)}
+        assert len(keys) == 11
+        assert SMALL.key(theirs) not in keys
+        designer.expect([])
+        assert run_trials(designer, 1) == [theirs]
+
     def test_bad_trials_change_nothing(self, make: type[Designer]) -> None:
         """A configuration of another space or a missing metric is rejected by name, and the search is unaffected."""
         designer, twin = (make(SMALL, OBJECTIVE, seed=12) for _ in range(2))

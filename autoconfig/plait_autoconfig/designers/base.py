@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -116,3 +116,7 @@ class Designer(ABC):
     def drop(self, config: Config) -> None:
         """Give back a configuration that was asked for and will not be measured. It may be proposed again."""
         self._pending.discard(self.space.key(self.space.check(config)))
+
+    def expect(self, configs: Iterable[Config]) -> None:
+        """Take these, and nothing else, for what is being measured, whoever asked for it."""
+        self._pending = self._index.keys() & set(map(self.space.key, configs))
