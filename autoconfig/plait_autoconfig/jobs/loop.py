@@ -23,7 +23,7 @@ import numpy as np
 
 from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.base import ServiceContext
-from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, TunerError
+from plait_autoconfig.errors import JobBroken, NothingValid, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
@@ -73,8 +73,8 @@ def run_job(
     """Work on a job until it is done, `stop` returns True, or it is cancelled; then return its state.
 
     Call it again to resume, or in another process to help. `now`: seconds since 1970. `runner`: by default, a
-    separate process for the measurer of `source`. Raises `JobRefused` before anything is measured, `JobBroken` and
-    `JobBusy`; the state is then "failed".
+    separate process for the measurer of `source`. Raises `JobRefused` before anything is measured, and `JobBroken`; the
+    state is then "failed".
     """
     store.note(cancelled=False, failure="", done="")
     worker = _JobWorker(store, on_event=on_event, stop=stop, now=now)
@@ -295,7 +295,7 @@ class _JobWorker:
 def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> Iterator[int]:
     """Hold a lock on a file and yield its descriptor; a process that inherits it holds the lock, too.
 
-    Waits for a holder that may be about to end, calling `tick` meanwhile. Raises `JobBusy` after `wait_s`.
+    Waits for a holder that may be about to end, calling `tick` meanwhile. Raises `JobBroken` after `wait_s`.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
@@ -306,7 +306,7 @@ def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> It
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise JobBusy(f"another process is tuning the live service of this job (it holds {path})") from None
+                    raise JobBroken(f"another process is tuning the live service of this job (it holds {path})") from None
             tick()
             time.sleep(0.1)
         yield descriptor
