@@ -54,7 +54,7 @@ class Designer(ABC):
         self.seed, self.rng = seed, np.random.default_rng(seed)
         self._index = {space.key(cell): index for index, cell in enumerate(self.cells)}
         self._pending: set[Hashable] = set()
-        self._told: Counter[Hashable] = Counter()  # valid trials count as `MAX_INVALID`
+        self._counts: Counter[Hashable] = Counter()  # of trials; a valid one counts as `MAX_INVALID`
         self.trials: list[Trial] = []  # all that were told, in order
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Designer(ABC):
         May be called several times before `tell`. A cell whose trial was `FailureKind.INVALID` may be proposed once
         more. Raises `Exhausted` when every cell has been proposed.
         """
-        is_open = (key not in self._pending and self._told[key] < MAX_INVALID for key in self._index)
+        is_open = (key not in self._pending and self._counts[key] < MAX_INVALID for key in self._index)
         open_cells = np.flatnonzero(np.fromiter(is_open, bool, len(self.cells)))
         if not open_cells.size:
             sample = "" if self.space.exhaustive else " of the sample"
@@ -111,7 +111,7 @@ class Designer(ABC):
         key = self.space.key(config)
         self.trials.append(replace(trial, config=config))
         self._pending.discard(key)
-        self._told[key] += 1 if trial.outcome.invalid else MAX_INVALID
+        self._counts[key] += 1 if trial.outcome.invalid else MAX_INVALID
 
     def drop(self, config: Config) -> None:
         """Give back a configuration that was asked for and will not be measured. It may be proposed again."""
