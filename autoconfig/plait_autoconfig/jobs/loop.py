@@ -32,7 +32,7 @@ from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSea
 from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.records import GONE, Claim, Record, given_up, lost_as_crash, searched_trials
-from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
+from plait_autoconfig.jobs.reporting import read_state, used_seconds
 from plait_autoconfig.jobs.runner import ChildRunner
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
@@ -207,8 +207,7 @@ class _JobWorker:
     def _planned(self, records: Sequence[Record]) -> Step:
         elapsed_s = self._now() - self._began_s
         used_s = max(used_seconds(records, now_s=self._now()), self._used_before_s + elapsed_s)
-        exhausted = self._store.facts().exhausted
-        return next_step(self._spec, records, outlook_of(self._spec, records, used_s=used_s, exhausted=exhausted))
+        return next_step(self._spec, records, used_s=used_s, exhausted=self._store.facts().exhausted)
 
     def _swept(self) -> tuple[Record, ...]:
         """Return the records, with claims of dead workers declared lost."""
