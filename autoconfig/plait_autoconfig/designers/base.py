@@ -113,10 +113,7 @@ class Designer(ABC):
         self._pending.discard(key)
         self._counts[key] += 1 if trial.outcome.invalid else MAX_INVALID
 
-    def drop(self, config: Config) -> None:
-        """Give back a configuration that was asked for and will not be measured. It may be proposed again."""
-        self._pending.discard(self.space.key(self.space.check(config)))
-
     def expect(self, configs: Iterable[Config]) -> None:
-        """Take these, and nothing else, for what is being measured, whoever asked for it."""
+        """Take these, and nothing else, for what is being measured, whoever asked for it. What was asked for and will not
+        be measured may be proposed again."""
         self._pending = self._index.keys() & set(map(self.space.key, configs))
