@@ -114,6 +114,6 @@ class Designer(ABC):
         self._counts[key] += 1 if trial.outcome.invalid else MAX_INVALID
 
     def expect(self, configs: Iterable[Config]) -> None:
-        """Take these, and nothing else, for what is being measured, whoever asked for it. What was asked for and will not
-        be measured may be proposed again."""
+        """Take these, and nothing else, for what is being measured, whoever asked for it. What was asked for and will
+        not be measured may be proposed again."""
         self._pending = self._index.keys() & set(map(self.space.key, configs))

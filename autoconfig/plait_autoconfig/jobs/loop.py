@@ -305,7 +305,8 @@ def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> It
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise JobBroken(f"another process is tuning the live service of this job (it holds {path})") from None
+                    why = f"another process is tuning the live service of this job (it holds {path})"
+                    raise JobBroken(why) from None
             tick()
             time.sleep(0.1)
         yield descriptor

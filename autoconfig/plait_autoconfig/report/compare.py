@@ -47,7 +47,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsCompared:
-    """The comparison, also as JSON. `incomparable`: why gains cannot be compared. `differences`: other settings that differ."""
+    """The comparison, also as JSON. `incomparable`: why gains cannot be compared. `differences`: other settings that
+    differ."""
 
     jobs: tuple[Finding, ...]
     incomparable: tuple[str, ...]

@@ -106,10 +106,10 @@ def test_a_journal_that_cannot_be_converted_stays_alone(tmp_path: Path, monkeypa
     path = earlier(tmp_path)
     before = path.read_bytes()
 
-    def full(*_: object) -> int:
+    def full(**_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(optuna.Study, "add_trials", full)
+    monkeypatch.setattr(optuna, "copy_study", full)
     with pytest.raises(LibraryError, match="no space left"):
         LibraryStore.open(path)
     assert path.read_bytes() == before
