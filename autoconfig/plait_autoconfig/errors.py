@@ -11,9 +11,9 @@
   * `LibraryError`: a file or store is not a library, or has a newer version.
   * `JobError`: base of those that concern a job as a whole.
     * `JobRefused`: the job file, the target or the scenario is wrong; nothing was measured. The user must change it.
-    * `JobBroken`: measuring is no longer possible (the child does not start, the disk is full); resume once repaired.
+    * `JobBroken`: measuring is not possible (the child does not start, the disk is full, another process tunes the live
+      service of this job); resume once that is over.
       * `NothingValid`: the host was too busy to measure the reference.
-    * `JobBusy`: another process holds what only one may hold: the live service of this job.
 """
 
 from __future__ import annotations
@@ -72,10 +72,6 @@ class JobBroken(JobError):
 
 class NothingValid(JobBroken):
     """Every load test of the reference was invalid: the host was too busy to measure on."""
-
-
-class JobBusy(JobError):
-    """Wait for the other process, or stop it."""
 
 
 def hint(name: str, known: Collection[str]) -> str:

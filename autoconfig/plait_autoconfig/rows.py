@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from importlib import resources
@@ -77,25 +77,11 @@ def trial_line(run_id: str, trial: Trial) -> str:
     return _line("trial", {"run_id": run_id, **fields, **said})
 
 
-def run_from(line: str) -> LibraryRun:
-    """Parse a stored run, without its trials. Raises `LibraryError`."""
-    _, run = _read(line, "the store", ("run",))
-    assert isinstance(run, LibraryRun)
-    return run
-
-
-def trial_from(line: str) -> Trial:
-    """Parse a stored trial. Raises `LibraryError`."""
-    _, trial = _read(line, "the store", ("trial",))
-    assert isinstance(trial, Trial)
-    return trial
-
-
 def _line(kind: str, fields: Mapping[str, Any], *, version: int = 1) -> str:
     return json.dumps({"plait_library": version, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
 
 
-def _read(text: str, where: str, kinds: Sequence[str] = ("run", "trial")) -> tuple[str, LibraryRun | Trial]:
+def _read(text: str, where: str) -> tuple[str, LibraryRun | Trial]:
     """Return the id of a run, and the run without its trials or one of these. Raises `LibraryError` that says where."""
     try:
         fields = json.loads(text)
@@ -106,7 +92,7 @@ def _read(text: str, where: str, kinds: Sequence[str] = ("run", "trial")) -> tup
     version, kind = fields.pop("plait_library", 1), fields.pop("kind", None)
     if isinstance(version, int) and version > FORMAT:
         raise LibraryError(f"{where} has format {version}, and this version of plait reads {FORMAT}; update plait")
-    if version not in (1, FORMAT) or kind not in kinds:
+    if version not in (1, FORMAT) or kind not in ("run", "trial"):
         raise LibraryError(f"{where}: plait_library: {version!r} of kind {kind!r} is not what should be there")
     parts: dict[str, Any] = {"trials": ()}
     if kind == "trial":

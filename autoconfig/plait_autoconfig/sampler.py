@@ -19,7 +19,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from optuna.trial import Trial as OptunaTrial
 
-from plait_autoconfig.designers.protocols import Designer
+from plait_autoconfig.designers.base import Designer
 from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
@@ -84,10 +84,9 @@ class DesignerSampler(BaseSampler):
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """Tell the designer the result of the trial, also when it failed."""
         with self._lock:
-            asked = self._asked.pop(trial.number, None)
+            self._asked.pop(trial.number, None)  # the user may have fixed some of the knobs, or stopped before the last
+            self._designer.expect(self._asked.values())
             self._reported.add(trial.number)
-            if asked is not None and dict(asked) != trial.params:
-                self._designer.drop(asked)  # the user fixed some of the knobs, or stopped before the last was suggested
             self._tell(trial, state, values)
 
     def _catch_up(self, study: Study) -> None:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -24,12 +23,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from plait_autoconfig.errors import LibraryError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.optuna_forms import quiet
-from plait_autoconfig.rows import dump_lines, load_lines, run_from, run_line, trial_from, trial_line
+from plait_autoconfig.rows import dump_lines, load_lines, run_line, trial_line
 from plait_autoconfig.values import Trial
 
 _PREFIX = "plait:"
-_FOREIGN = "plait-foreign"
-"""The study in which 0.1 kept lines of a later version: theirs to read."""
 _DATA = "plait"
 
 
@@ -73,37 +70,14 @@ class LibraryStore:
             path = Path(location).absolute()
             path.parent.mkdir(parents=True, exist_ok=True)
             if _is_journal(path):
-                cls._convert(path)
+                _convert(path)
             return cls(RDBStorage(f"sqlite:///{path}"), str(location))
-
-    @classmethod
-    def _convert(cls, path: Path) -> None:
-        """Replace a journal by an SQLite file with the same runs, or leave it as it is."""
-        try:
-            journal = cls(JournalStorage(JournalFileBackend(str(path))), str(path))
-            runs = journal.runs()
-        except (ValueError, LookupError, TypeError, AttributeError) as error:  # Optuna's, of a file that is no journal
-            raise LibraryError(f"it is neither a database nor a journal: {error}") from error
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            converted = cls(RDBStorage(f"sqlite:///{partial}"), str(path))
-            for run in runs:
-                converted.add(run)
-            with quiet():
-                if _FOREIGN in optuna.get_all_study_names(journal._storage):
-                    optuna.copy_study(
-                        from_study_name=_FOREIGN, from_storage=journal._storage, to_storage=converted._storage
-                    )
-            if _is_journal(path):  # else another process was quicker
-                partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def add(self, run: LibraryRun) -> int:
         """Store a run, or those of its trials (by number) that are not stored yet; return how many these were."""
         with _translated(self._location), quiet():
             study = self._study(run)
-            known = {trial.number for trial in _trials(study)}
+            known = {trial.number for stored in _stored(study) for trial in stored.trials}
             new = [trial for trial in run.trials if trial.number not in known]
             for trial in new:
                 study.add_trial(_template(run, trial))
@@ -112,13 +86,9 @@ class LibraryStore:
     def runs(self) -> tuple[LibraryRun, ...]:
         """Return all runs in the order in which they were started."""
         with _translated(self._location), quiet():
-            found = []
-            for name in optuna.get_all_study_names(self._storage):
-                if name.startswith(_PREFIX):
-                    study = optuna.load_study(study_name=name, storage=self._storage)
-                    if _DATA in study.user_attrs:  # else its writer died before it said what the run is
-                        found.append(replace(run_from(study.user_attrs[_DATA]), trials=_trials(study)))
-            return tuple(found)
+            names = [name for name in optuna.get_all_study_names(self._storage) if name.startswith(_PREFIX)]
+            studies = [optuna.load_study(study_name=name, storage=self._storage) for name in names]
+            return tuple(run for study in studies for run in _stored(study))
 
     def _study(self, run: LibraryRun) -> optuna.Study:
         name = _PREFIX + run.run_id
@@ -141,6 +111,24 @@ def _is_journal(path: Path) -> bool:
     return bool(start) and start != b"SQLite format 3"
 
 
+def _convert(path: Path) -> None:
+    """Replace a journal by an SQLite file with the same studies, or leave it as it is."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        journal = JournalStorage(JournalFileBackend(str(path)))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # Optuna's, of a file that is no journal
+        raise LibraryError(f"it is neither a database nor a journal: {error}") from error
+    try:
+        converted = RDBStorage(f"sqlite:///{partial}")
+        with quiet():
+            for name in optuna.get_all_study_names(journal):
+                optuna.copy_study(from_study_name=name, from_storage=journal, to_storage=converted)
+        if _is_journal(path):  # else another process was quicker
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _template(run: LibraryRun, trial: Trial) -> optuna.trial.FrozenTrial:
     """Return the trial for Optuna to display: with the values of the run's goals (none without goals), or as a FAIL."""
     metrics = [goal.partition(" ")[2] for goal in run.goals]
@@ -155,10 +143,11 @@ def _template(run: LibraryRun, trial: Trial) -> optuna.trial.FrozenTrial:
     )
 
 
-def _trials(study: optuna.Study) -> tuple[Trial, ...]:
-    return tuple(
-        trial_from(each.user_attrs[_DATA]) for each in study.get_trials(deepcopy=False) if _DATA in each.user_attrs
-    )
+def _stored(study: optuna.Study) -> tuple[LibraryRun, ...]:
+    """Return the run of a study; none if its writer died before it said what the run is."""
+    run = [study.user_attrs[_DATA]] if _DATA in study.user_attrs else []
+    trials = [each.user_attrs[_DATA] for each in study.get_trials(deepcopy=False) if run and _DATA in each.user_attrs]
+    return load_lines([*run, *trials])
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from plait_autoconfig.designers import DESIGNERS, maker_of
-from plait_autoconfig.designers.protocols import MakesDesigner
+from plait_autoconfig.designers.base import Designer
 from suites.designers import DesignerConformance
 
 
 @pytest.fixture(params=DESIGNERS)
-def make(request: pytest.FixtureRequest) -> MakesDesigner:
+def make(request: pytest.FixtureRequest) -> type[Designer]:
     """The registered constructor."""
     return maker_of(request.param)
 

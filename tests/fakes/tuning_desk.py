@@ -12,6 +12,7 @@ from plait.tuning.service.job_queue import JobQueueSettings, TuningJobQueue
 from plait.tuning.service.job_view import write_progress
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.loop import run_job
+from plait_autoconfig.jobs.measurer import MeasurerSource
 from plait_autoconfig.jobs.store import JobStore
 from support.tune_jobs import DirectRunner, fake_source
 
@@ -19,22 +20,21 @@ CONFIG = "images: {knobs: {threads: 1}}\n"
 
 
 class Thread:
-    """A job that is worked on; see `plait.tuning.service.job_queue.RunningJob`."""
+    """A job that is worked on, with what the desk asks of a process."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], *, dies: bool) -> None:
         self._folder, self._arguments = folder, arguments
-        self._stop, self._code = threading.Event(), -9 if dies else 0
+        self._code = -9 if dies else 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> int | None:
-        """See `Work.wait`."""
-        self._thread.join(timeout_s)
+    def poll(self) -> int | None:
+        """See `subprocess.Popen`."""
         return None if self._thread.is_alive() else self._code
 
-    def stop(self) -> None:
-        """See `Work.stop`."""
-        self._stop.set()
+    def wait(self, timeout: float) -> None:
+        """See `subprocess.Popen`."""
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         if self._code:
@@ -42,13 +42,7 @@ class Thread:
         store = JobStore.open(self._folder)
         runner = DirectRunner(fake_measurer(folder=self._folder, **self._arguments), store.spec)
         try:
-            run_job(
-                store,
-                fake_source(),
-                runner=runner,
-                stop=self._stop.is_set,
-                on_event=lambda event: write_progress(self._folder, event),
-            )
+            run_job(store, fake_source(), runner=runner, on_event=lambda event: write_progress(self._folder, event))
         except TunerError:
             self._code = 1
 
@@ -60,9 +54,9 @@ class Threads:
         self.deaths, self.arguments = deaths, arguments
         self.started: list[tuple[str, bool]] = []
 
-    def start(self, folder: Path, *, live: bool) -> Thread:
-        """See `RunsJobs.start`."""
-        self.started.append((folder.name, live))
+    def __call__(self, folder: Path, source: MeasurerSource) -> Any:
+        """See `StartJob`."""
+        self.started.append((folder.name, source.arguments["live"]))
         return Thread(folder, self.arguments, dies=len(self.started) <= self.deaths)
 
 
@@ -86,8 +80,3 @@ class LocalTuningService:
 def desk_in(folder: Path, runner: Threads, *, live: bool = False) -> TuningJobQueue:
     """A desk that has not begun to work."""
     return TuningJobQueue(JobQueueSettings(folder=folder, config=CONFIG, live=live), runner)
-
-
-def never() -> bool:
-    """Never stops."""
-    return False

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from fakes.tuning_desk import Threads
 from plait.config import TuningSection
 from plait.tuning.service.errors import NoSuchJob
-from plait.tuning.service.job_process import JobProcesses
+from plait.tuning.service.job_process import start_job
 from plait.tuning.service.job_queue import JobQueueSettings
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
@@ -32,16 +32,16 @@ def finished(store):
 def test_a_job_process_ends_with_whoever_started_it_and_goes_on_later(tmp_path):
     """When its standard input closes it stops in good order; the next one measures nothing again."""
     store = JobStore.open_or_create(tmp_path, job(**TRIALS))
-    slow = JobProcesses(environ=os.environ, source=fake_source(seconds=0.5)).start(tmp_path, live=False)
+    slow = start_job(tmp_path, fake_source(seconds=0.5))
     wait_for(lambda: finished(store))
-    slow.stop()
-    wait_for(lambda: slow.wait(0.1) is not None)
+    slow.stdin.close()
+    wait_for(lambda: slow.poll() is not None)
     before = finished(store)
     assert read_state(store).phase == "waiting"
     assert (tmp_path / "progress.json").is_file()
-    quick = JobProcesses(environ=os.environ, source=fake_source()).start(tmp_path, live=False)
-    wait_for(lambda: quick.wait(0.1) is not None)
-    assert quick.wait(0.0) == 0
+    with start_job(tmp_path, fake_source()) as quick:
+        wait_for(lambda: quick.poll() is not None)
+    assert quick.returncode == 0
     state = read_state(store)
     assert state.phase == "finished"
     assert finished(store)[: len(before)] == before
@@ -55,9 +55,9 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
 
     from plait.tuning.service.actor import ActorTuningService
 
-    settings, runner, others = JobQueueSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2), _tuners()
-    job_id = (await ActorTuningService(lambda: settings, runner=runner).submit(job_text(**TRIALS), "ops"))["id"]
-    service = ActorTuningService(lambda: settings, runner=runner)
+    settings, start, others = JobQueueSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2), _tuners()
+    job_id = (await ActorTuningService(lambda: settings, start=start).submit(job_text(**TRIALS), "ops"))["id"]
+    service = ActorTuningService(lambda: settings, start=start)
     while not (await service.call("since", job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.1)
     with pytest.raises(NoSuchJob):

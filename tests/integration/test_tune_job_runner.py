@@ -69,7 +69,7 @@ def test_what_the_measurer_refuses_is_said_before_anything_is_measured(tmp_path)
     ("source", "changes", "said"),
     [
         (MeasurerSource(factory="fakes.measurer:nothing"), {}, "AttributeError: .*nothing.*"),
-        (fake_source(), {"start_limit_s": 0.001}, "no answer within 0.001 s"),
+        (fake_source(), {"start_limit_s": 0.001}, "still running after 0.001 s, and ended by force"),
     ],
 )
 def test_a_measurer_that_can_not_be_made_or_in_time_is_no_trial(tmp_path, source, changes, said):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
-from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, RunMeasurement, Wait, next_step
+from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, Wait, next_step
 from plait_autoconfig.jobs.records import Claim, Record
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import job
@@ -34,7 +34,7 @@ def played(draw, spec, workers):
     cells, deaths = ({"replicas": replicas} for replicas in itertools.count(2)), 0
     for _ in range(MAX_STEPS):
         running = [record for record in records if record.status == "running"]
-        step = next_step(spec, records, Outlook())
+        step = next_step(spec, records)
         if isinstance(step, Done | NoReference):
             return records, step
         if running and (isinstance(step, Wait) or len(running) >= workers or draw(st.booleans())):

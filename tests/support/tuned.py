@@ -11,7 +11,7 @@ from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
 from plait_autoconfig.jobs.plan import RunMeasurement, RunSearch, next_step
 from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.records import JobFacts, Record
-from plait_autoconfig.jobs.reporting import outlook_of, state_of
+from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, TuningSubject
@@ -36,7 +36,7 @@ def played(
     waiting = [cell for cell in spec.space.cells() if cell != spec.default]
     rng.shuffle(waiting)
     while len(records) < most:
-        step = next_step(spec, records, outlook_of(spec, records, used_s=0.0, exhausted=""))
+        step = next_step(spec, records)
         if isinstance(step, RunMeasurement):
             kind, config = step.kind, step.config
         elif isinstance(step, RunSearch):

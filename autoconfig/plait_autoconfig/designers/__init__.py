@@ -1,4 +1,4 @@
-"""Designers, which propose the next trial. One protocol (`protocols`), one conformance suite
+"""Designers, which propose the next trial. One base (`base.Designer`), one conformance suite
 (`tests/suites/designers.py`).
 
 Adding a designer takes a line in `_MAKERS`, by which the suite finds it. Modules are imported when a designer is made,
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from plait_autoconfig.errors import DesignerError, hint
 
 if TYPE_CHECKING:
-    from plait_autoconfig.designers.protocols import MakesDesigner
+    from plait_autoconfig.designers.base import Designer
 
 _MAKERS = {
     "random": "uninformed:RandomDesigner",
@@ -28,11 +28,11 @@ DESIGNERS = tuple(_MAKERS)
 """The names that `maker_of` accepts."""
 
 
-def maker_of(name: str) -> MakesDesigner:
-    """Return a designer's constructor; takes seconds if its modules are not imported yet. Raises as `check_name`."""
+def maker_of(name: str) -> type[Designer]:
+    """Return a designer; takes seconds if its modules are not imported yet. Raises as `check_name`."""
     check_name(name)
     module, _, attribute = _MAKERS[name].partition(":")
-    return cast("MakesDesigner", getattr(import_module(f"{__name__}.{module}"), attribute))
+    return cast("type[Designer]", getattr(import_module(f"{__name__}.{module}"), attribute))
 
 
 def check_name(name: str) -> None:

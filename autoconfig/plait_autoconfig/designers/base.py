@@ -1,31 +1,43 @@
-"""Bookkeeping shared by designers over listed cells: which were tried, which are pending, and the results.
+"""The designer: a search that proposes configurations (`ask`) and learns from their results (`tell`). It keeps which
+cells are open, and the results; a subclass chooses the next one.
 
-A designer subclasses `CellDesigner` and chooses the next open cell (`_choose`). Legend: N cells, D features.
+Legend: N cells, D features.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, Trial
+from plait_autoconfig.values import Config, Trial, TuningSubject
 
 MAX_INVALID = 2
 """The number of invalid measurements after which a cell is given up."""
 
 
-class CellDesigner(ABC):
-    """`Designer` except for the choice of the next cell. Cells are identified by their index in `self.cells`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceContext(TuningSubject):
+    """What is known about the service before its first trial."""
+
+    at: str = ""
+    """The date (ISO 8601); if empty, the age of library runs is ignored."""
+
+
+class Designer(ABC):
+    """A search in one space. It is a state machine without clock or files; a seed makes it fully deterministic.
+
+    `library`: past runs of other services, usable or not. Cells are identified by their index in `cells`.
+    """
 
     def __init__(
         self,
@@ -41,9 +53,8 @@ class CellDesigner(ABC):
         self.cells = space.cells()
         self.seed, self.rng = seed, np.random.default_rng(seed)
         self._index = {space.key(cell): index for index, cell in enumerate(self.cells)}
-        self._open = np.ones(len(self.cells), bool)
-        self._invalid: dict[Hashable, int] = {}
         self._pending: set[Hashable] = set()
+        self._counts: Counter[Hashable] = Counter()  # of trials; a valid one counts as `MAX_INVALID`
         self.trials: list[Trial] = []  # all that were told, in order
 
     @abstractmethod
@@ -51,7 +62,8 @@ class CellDesigner(ABC):
         """Return which of the open cells (indices, ascending, at least one) to propose."""
 
     def expected_regret(self) -> float:
-        """Return infinity: nothing is known of what was not tried."""
+        """Return how much worse the best known cell is expected to be than the best of all, as a share of its loss;
+        infinite if nothing is known of what was not tried."""
         return float("inf")
 
     @cached_property
@@ -73,40 +85,35 @@ class CellDesigner(ABC):
         return int(among[distances.argmin()])
 
     def ask(self) -> Config:
-        """Return the cell that `_choose` picks among the open ones, and mark it pending."""
-        open_cells = np.flatnonzero(self._open)
+        """Return the next configuration to measure: a cell that was never asked for or told before, unless invalid.
+
+        May be called several times before `tell`. A cell whose trial was `FailureKind.INVALID` may be proposed once
+        more. Raises `Exhausted` when every cell has been proposed.
+        """
+        is_open = (key not in self._pending and self._counts[key] < MAX_INVALID for key in self._index)
+        open_cells = np.flatnonzero(np.fromiter(is_open, bool, len(self.cells)))
         if not open_cells.size:
             sample = "" if self.space.exhaustive else " of the sample"
             raise Exhausted(f"all {len(self.cells)} cells{sample} were proposed")
-        index = int(self._choose(open_cells))
-        self._open[index] = False
-        self._pending.add(self.space.key(self.cells[index]))
-        return dict(self.cells[index])
+        cell = self.cells[self._choose(open_cells)]
+        self._pending.add(self.space.key(cell))
+        return dict(cell)
 
     def tell(self, trial: Trial) -> None:
-        """Check and record the trial, and close its cell unless the measurement was invalid."""
+        """Learn from a trial, asked for or not. Several trials of one cell are repeats and are averaged.
+
+        Raises `OutsideSpace` for a configuration of another space, `ObjectiveError` for a missing metric; neither
+        changes any state.
+        """
         config = self.space.check(trial.config)
         self.objective.losses(trial.outcome)
         self.objective.excesses(trial.outcome)
         key = self.space.key(config)
-        known = replace(trial, config=config)
-        self.trials.append(known)
+        self.trials.append(replace(trial, config=config))
         self._pending.discard(key)
-        index = self._index.get(key)
-        if index is not None:
-            self._open[index] = self._reopens(key, known)
+        self._counts[key] += 1 if trial.outcome.invalid else MAX_INVALID
 
-    def drop(self, config: Config) -> None:
-        """Open a pending cell again."""
-        key = self.space.key(self.space.check(config))
-        if key in self._pending:
-            self._pending.discard(key)
-            self._open[self._index[key]] = True
-
-    def _reopens(self, key: Hashable, trial: Trial) -> bool:
-        """Return whether the cell may be proposed (again) after this trial."""
-        if not trial.outcome.invalid:
-            self._invalid[key] = MAX_INVALID  # it is known now: later invalid repeats change nothing
-            return False
-        self._invalid[key] = self._invalid.get(key, 0) + 1
-        return self._invalid[key] < MAX_INVALID
+    def expect(self, configs: Iterable[Config]) -> None:
+        """Take these, and nothing else, for what is being measured, whoever asked for it. What was asked for and will
+        not be measured may be proposed again."""
+        self._pending = self._index.keys() & set(map(self.space.key, configs))

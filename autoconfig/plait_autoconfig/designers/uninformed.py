@@ -8,28 +8,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_autoconfig.designers.base import CellDesigner
+from plait_autoconfig.designers.base import Designer
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space, sobol_points
 
 _MAX_DRAWS = 256  # then most cells are closed, and a random open one fills the gap as well
 
 
-class RandomDesigner(CellDesigner):
+class RandomDesigner(Designer):
     """Random search: every open cell is equally likely."""
 
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         return int(self.rng.choice(open_cells))
 
 
-class GridDesigner(CellDesigner):
+class GridDesigner(Designer):
     """Grid search in which the last knob varies fastest. The seed has no effect."""
 
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         return int(open_cells[0])
 
 
-class SobolDesigner(CellDesigner):
+class SobolDesigner(Designer):
     """Draw points and take the first whose cell is open or, if the cells are a sample, the nearest open one."""
 
     def __init__(self, space: Space, objective: Objective, **given: Any) -> None:

@@ -1,7 +1,7 @@
-"""The measuring process: makes the measurer, then answers requests on the pipe that it inherited, all in JSON.
+"""The measuring process: answers requests on the pipe that it inherited, all in JSON.
 
-A request is the name of a method and its arguments, or `make`; the reply is any number of `["say", text]` and one
-`["ok", result]`, or a text after `refused`, `memory` or `failed`.
+A request is the name of a method and its arguments; those of `check`, the first one, say also how the measurer is made.
+The reply is any number of `["say", text]` and one `["ok", result]`, or a text after `refused`, `memory` or `failed`.
 When the job's process has died (end of file), the measurer is interrupted, restores and closes; once that is done,
 or after `PARTING_S`, the whole process group ends. Nothing outlives a `kill -9` of the job by more than that.
 """
@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -63,20 +63,14 @@ class Child:
                 traceback.print_exc()
 
     def _do(self, what: str, *arguments: Any) -> Any:
-        if what == "make":
-            self._measurer = _made(*arguments)
-            return None
         if what == "check":
-            arguments = (JobSpec.model_validate_json(*arguments),)
+            factory, folder, given, spec = arguments
+            module, _, function = factory.partition(":")
+            self._measurer = getattr(import_module(module), function)(folder=Path(folder), **given)
+            arguments = (JobSpec.model_validate_json(spec),)
         if what == "measure":
             arguments = (_TASK.validate_python(*arguments), lambda text: self._tell("say", text))
         return getattr(self._measurer, what)(*arguments)
-
-
-def _made(factory: str, folder: str, arguments: Mapping[str, Any]) -> Measurer:
-    module, _, function = factory.partition(":")
-    made: Measurer = getattr(import_module(module), function)(folder=Path(folder), **arguments)
-    return made
 
 
 def _described(error: BaseException) -> tuple[str, str]:

@@ -22,8 +22,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from plait_autoconfig.designers import maker_of
-from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, TunerError
+from plait_autoconfig.designers.base import ServiceContext
+from plait_autoconfig.errors import JobBroken, NothingValid, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
@@ -32,7 +32,7 @@ from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSea
 from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.records import GONE, Claim, Record, given_up, lost_as_crash, searched_trials
-from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
+from plait_autoconfig.jobs.reporting import read_state, used_seconds
 from plait_autoconfig.jobs.runner import ChildRunner
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
@@ -57,7 +57,6 @@ class JobEvent:
     """An event of a job, for observers. `number`: of the measurement, if it concerns one."""
 
     kind: EventKind
-    at_s: float
     text: str
     number: int | None = None
 
@@ -74,8 +73,8 @@ def run_job(
     """Work on a job until it is done, `stop` returns True, or it is cancelled; then return its state.
 
     Call it again to resume, or in another process to help. `now`: seconds since 1970. `runner`: by default, a
-    separate process for the measurer of `source`. Raises `JobRefused` before anything is measured, `JobBroken` and
-    `JobBusy`; the state is then "failed".
+    separate process for the measurer of `source`. Raises `JobRefused` before anything is measured, and `JobBroken`; the
+    state is then "failed".
     """
     store.note(cancelled=False, failure="", done="")
     worker = _JobWorker(store, on_event=on_event, stop=stop, now=now)
@@ -88,7 +87,7 @@ def run_job(
         store.note(failure=str(error))
         raise
     state = read_state(store, now_s=now())
-    on_event(JobEvent(kind="ended", at_s=now(), text=f"{state.phase}: {state.reason}" if state.reason else state.phase))
+    on_event(JobEvent(kind="ended", text=f"{state.phase}: {state.reason}" if state.reason else state.phase))
     return state
 
 
@@ -187,9 +186,11 @@ class _JobWorker:
         step = self._planned(records)
         if isinstance(step, RunSearch):
             proposal = self._proposals.next(records)
-            if self._proposals.exhausted != self._store.facts().exhausted:
-                self._store.note(exhausted=self._proposals.exhausted)
-            step = self._planned(records) if proposal is None else RunMeasurement(MeasurementKind.TRIAL, proposal)
+            if isinstance(proposal, str):
+                self._store.note(exhausted=proposal)
+                step = self._planned(records)
+            else:
+                step = RunMeasurement(MeasurementKind.TRIAL, proposal)
         if not isinstance(step, RunMeasurement):
             return step
         claim = Claim(
@@ -206,8 +207,7 @@ class _JobWorker:
     def _planned(self, records: Sequence[Record]) -> Step:
         elapsed_s = self._now() - self._began_s
         used_s = max(used_seconds(records, now_s=self._now()), self._used_before_s + elapsed_s)
-        exhausted = self._store.facts().exhausted
-        return next_step(self._spec, records, outlook_of(self._spec, records, used_s=used_s, exhausted=exhausted))
+        return next_step(self._spec, records, used_s=used_s, exhausted=self._store.facts().exhausted)
 
     def _swept(self) -> tuple[Record, ...]:
         """Return the records, with claims of dead workers declared lost."""
@@ -287,14 +287,14 @@ class _JobWorker:
         self._say("note", why)
 
     def _say(self, kind: EventKind, text: str, number: int | None = None) -> None:
-        self._on_event(JobEvent(kind=kind, at_s=self._now(), text=text, number=number))
+        self._on_event(JobEvent(kind=kind, text=text, number=number))
 
 
 @contextmanager
 def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> Iterator[int]:
     """Hold a lock on a file and yield its descriptor; a process that inherits it holds the lock, too.
 
-    Waits for a holder that may be about to end, calling `tick` meanwhile. Raises `JobBusy` after `wait_s`.
+    Waits for a holder that may be about to end, calling `tick` meanwhile. Raises `JobBroken` after `wait_s`.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
@@ -305,7 +305,8 @@ def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> It
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise JobBusy(f"another process is tuning the live service of this job (it holds {path})") from None
+                    why = f"another process is tuning the live service of this job (it holds {path})"
+                    raise JobBroken(why) from None
             tick()
             time.sleep(0.1)
         yield descriptor

@@ -60,43 +60,38 @@ class NoReference:
 Step: TypeAlias = RunMeasurement | RunSearch | Wait | Done | NoReference
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """Facts that the records do not contain. `left_s`: of the budget, None without a limit. `stop`: why the stop rule
-    or the designer ends the search; empty if neither does."""
-
-    left_s: float | None = None
-    stop: str = ""
-
-
-def next_step(spec: JobSpec, records: Sequence[Record], outlook: Outlook) -> Step:
-    """Return what to do next. `records`: all of the job, in order."""
+def next_step(spec: JobSpec, records: Sequence[Record], *, used_s: float = 0.0, exhausted: str = "") -> Step:
+    """Return what to do next. `records`: all of the job, in order; `used_s`: of the budget; `exhausted`: why the
+    designer ends the search, if it does."""
     active = [record for record in records if record.status != "lost"]
     first = _first_reference(spec, active)
     if first is not None:
         return first
-    over = why_over(spec, active, outlook)
+    left_s = spec.budget.left_s(used_s)
+    over = why_over(spec, active, left_s, exhausted)
     if not over:
         return _searching(spec, active)
     running = [record.kind for record in active if record.status == "running"]
     if MeasurementKind.TRIAL in running:
         return Wait()
-    step = _confirming(spec, active, outlook)
+    is_late = left_s <= 0.0
+    step = None if is_late else _confirming(spec, active)
     if step is not None:
         return step
     if running:
         return Wait()
-    return _checking(spec, active, outlook) or Done(over)
+    return (None if is_late else _checking(spec, active)) or Done(over)
 
 
-def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
+def why_over(spec: JobSpec, active: Sequence[Record], left_s: float, exhausted: str) -> str:
     """Return why no further configuration is to be proposed; empty if one is."""
     made = sum(record.kind is MeasurementKind.TRIAL for record in active)
     if made >= spec.budget.trials:
         return f"the {spec.budget.trials} trials of the budget were made"
-    if outlook.left_s is not None and outlook.left_s < needed_s(spec, active):
+    if left_s < needed_s(spec, active):
         return f"the {spec.budget.minutes:g} minutes of the budget are used up, but for the confirmation"
-    return outlook.stop
+    trials = trials_of(record for record in active if record.kind is MeasurementKind.TRIAL)
+    return exhausted or why_stalled(spec.goal, spec.stop, trials)
 
 
 def why_stalled(objective: Objective, stop: Stop, trials: Sequence[Trial]) -> str:
@@ -221,9 +216,9 @@ def verdict_on(spec: JobSpec, candidates: Sequence[Candidate]) -> tuple[Verdict,
     return verdict(spec.goal, [each.outcomes for each in candidates], sure=spec.confirm.sure, reference=own), own
 
 
-def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
-    """Return the next step of the confirmation; None when it is complete, pointless, or out of time."""
-    if not spec.confirm.best or (outlook.left_s is not None and outlook.left_s <= 0.0):
+def _confirming(spec: JobSpec, active: Sequence[Record]) -> Step | None:
+    """Return the next step of the confirmation; None when it is complete or pointless."""
+    if not spec.confirm.best:
         return None
     made = [record for record in active if record.kind is MeasurementKind.CONFIRM]
     if sum(record.raw is not None and not record.valid for record in made) > _MAX_INVALID:
@@ -269,8 +264,8 @@ def ends_first(front: Sequence[Cell], metric: str) -> tuple[Cell, ...]:
     return tuple(ordered[place] for place in chosen)
 
 
-def _checking(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
-    """Return the next check of the rate to promise; None when there is none, or out of time."""
+def _checking(spec: JobSpec, active: Sequence[Record]) -> Step | None:
+    """Return the next check of the rate to promise; None when there is none."""
     if not is_wanted(spec):
         return None
     candidates = candidates_of(active)
@@ -280,6 +275,6 @@ def _checking(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step
     due = next_check(spec, active, candidates[leader].config)
     checks = [record for record in active if record.kind is MeasurementKind.CHECK]
     spoiled = sum(not record.valid for record in checks)
-    if due is None or spoiled > _MAX_INVALID or (outlook.left_s is not None and outlook.left_s <= 0.0):
+    if due is None or spoiled > _MAX_INVALID:
         return None
     return RunMeasurement(MeasurementKind.CHECK, candidates[leader].config, due)

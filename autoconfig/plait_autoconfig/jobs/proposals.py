@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-from plait_autoconfig.designers.protocols import Designer
+from plait_autoconfig.designers.base import Designer
 from plait_autoconfig.errors import Exhausted, OutsideSpace
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, config_key
+from plait_autoconfig.values import Config
 
 
 class Proposals:
@@ -19,46 +19,27 @@ class Proposals:
     def __init__(self, designer: Designer, spec: JobSpec) -> None:
         self._designer, self._spec = designer, spec
         self._reported: set[int] = set()
-        self._asked: dict[Hashable, Config] = {}
-        self.exhausted = ""
 
-    def follow(self, records: Sequence[Record]) -> None:
-        """Tell the designer what has finished since, and drop what was lost."""
+    def next(self, records: Sequence[Record]) -> Config | str:
+        """Return a configuration that nobody has measured or is measuring, or why the search is over. It is asked for
+        until it is claimed: then the records have it."""
+        self._follow([record for record in records if record.kind.compares])
+        if why := self._why_stop(records):
+            return why
+        try:
+            return self._designer.ask()
+        except Exhausted as error:
+            return str(error)
+
+    def _follow(self, records: Sequence[Record]) -> None:
+        """Tell the designer what has finished since, and what is being measured now, by whomever."""
         for record in records:
-            if record.number in self._reported or record.status == "running" or not record.kind.compares:
-                continue
-            self._reported.add(record.number)
-            config, trial = self._asked.pop(record.key, None), record.trial()
+            trial = None if record.number in self._reported else record.trial()
             if trial is not None:
+                self._reported.add(record.number)
                 with contextlib.suppress(OutsideSpace):  # the reference may lie outside: it says nothing about any cell
                     self._designer.tell(trial)
-            elif config is not None:
-                self._designer.drop(config)
-
-    def next(self, records: Sequence[Record]) -> Config | None:
-        """Return a configuration that nobody has measured or is measuring; None to end the search (then see
-        `exhausted`).
-
-        Returns the same one until it is claimed, by us or another worker.
-        """
-        self.follow(records)
-        taken = {record.key for record in records if _takes(record)}
-        for key, config in self._asked.items():
-            if key not in taken:
-                return config
-        self.exhausted = self._why_stop(records)
-        if self.exhausted:
-            return None
-        try:
-            while True:
-                config = self._designer.ask()
-                key = config_key(config)
-                self._asked[key] = config
-                if key not in taken:
-                    return config
-        except Exhausted as error:
-            self.exhausted = str(error)
-            return None
+        self._designer.expect(record.config for record in records if record.status == "running")
 
     def _why_stop(self, records: Sequence[Record]) -> str:
         stop = self._spec.stop
@@ -68,8 +49,3 @@ class Proposals:
         regret = self._designer.expected_regret()
         said = f"the designer expects no more than {100.0 * regret:.2g} % to be left to gain"
         return said if regret < stop.expected_gain else ""
-
-
-def _takes(record: Record) -> bool:
-    """Return whether a record keeps its configuration from being proposed."""
-    return record.kind is MeasurementKind.TRIAL and (record.status == "running" or record.valid)

@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 from plait_autoconfig.jobs.answers import gain_of, recommendations, values_of
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
-from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over, why_stalled
+from plait_autoconfig.jobs.plan import Done, NoReference, next_step, why_over
 from plait_autoconfig.jobs.promised_rate import holds
 from plait_autoconfig.jobs.records import JobFacts, Record, given_up, searched_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
@@ -41,8 +41,7 @@ def state_of(
     if workers is not None:
         records = tuple(each if each.claim.worker in workers else given_up(each) for each in records)
     used_s = used_seconds(records, now_s=now_s)
-    outlook = outlook_of(spec, records, used_s=used_s, exhausted=facts.exhausted)
-    phase, reason = _phase(spec, records, outlook, facts, is_alone=workers == ())
+    phase, reason = _phase(spec, records, used_s, facts, is_alone=workers == ())
     unsaid = (facts.failure,) if facts.failure not in {"", reason} else ()  # an over job may have failed at its end
     trials = searched_trials(records)
     best, front = _bests(spec, records, trials)
@@ -74,16 +73,6 @@ def used_seconds(records: Sequence[Record], *, now_s: float) -> float:
     return finished + sum(max(0.0, now_s - each.claim.at_s) for each in records if each.status == "running")
 
 
-def outlook_of(spec: JobSpec, records: Sequence[Record], *, used_s: float, exhausted: str) -> Outlook:
-    """Return what `next_step` needs besides the records."""
-    minutes = spec.budget.minutes
-    trials = trials_of(record for record in records if record.kind is MeasurementKind.TRIAL)
-    return Outlook(
-        left_s=None if minutes is None else 60.0 * minutes - used_s,
-        stop=exhausted or why_stalled(spec.goal, spec.stop, trials),
-    )
-
-
 def state_to_json(state: JobState) -> dict[str, Any]:
     """Return plain JSON, for `--json` and HTTP."""
     shown = {name: getattr(state, name) for name in state.__slots__ if name != "spec"}
@@ -95,9 +84,9 @@ def state_to_json(state: JobState) -> dict[str, Any]:
 
 
 def _phase(
-    spec: JobSpec, records: Sequence[Record], outlook: Outlook, facts: JobFacts, *, is_alone: bool
+    spec: JobSpec, records: Sequence[Record], used_s: float, facts: JobFacts, *, is_alone: bool
 ) -> tuple[Phase, str]:
-    step = next_step(spec, records, outlook)
+    step = next_step(spec, records, used_s=used_s, exhausted=facts.exhausted)
     if isinstance(step, Done):
         return "finished", step.why
     if facts.done and not any(record.status == "running" for record in records):  # another worker may have begun later
@@ -110,7 +99,8 @@ def _phase(
         return "failed", facts.failure
     if is_alone:
         return "waiting", "nobody works on it" + ("; run it again to continue" if records else "")
-    why = why_over(spec, [record for record in records if record.status != "lost"], outlook)
+    active = [record for record in records if record.status != "lost"]
+    why = why_over(spec, active, spec.budget.left_s(used_s), facts.exhausted)
     return ("confirming", why) if why else ("searching", "")
 
 
@@ -123,10 +113,9 @@ def _binding(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) 
 
 def _remaining(spec: JobSpec, records: Sequence[Record], used_s: float) -> Remaining:
     made = sum(record.kind is MeasurementKind.TRIAL and record.status != "lost" for record in records)
-    minutes = spec.budget.minutes
     return Remaining(
         trials=max(0, spec.budget.trials - made),
-        seconds=None if minutes is None else max(0.0, 60.0 * minutes - used_s),
+        seconds=None if spec.budget.minutes is None else max(0.0, spec.budget.left_s(used_s)),
         used_trials=made,
         used_s=used_s,
         load_s=sum(record.measured.load_s for record in records if record.measured is not None),

@@ -27,6 +27,7 @@ from plait_autoconfig.values import Config, FailureKind, TrialOutcome, TuningSub
 
 _TICK_S = 0.2
 _TAIL_BYTES = 4000
+_FAILURES = {"memory": FailureKind.OUT_OF_MEMORY, "failed": FailureKind.CRASH}
 _MEASURED, _SUBJECT = TypeAdapter(Measured), TypeAdapter(TuningSubject)
 
 Tick = Callable[[], None]
@@ -55,20 +56,12 @@ class ChildRunner:
         only what `check` does."""
         if self._process is None:
             self._started(tick)
-        kills, log_from, began = count_oom_kills(), _size(self._log), time.monotonic()
+        began = time.monotonic()
         try:
             measured = _MEASURED.validate_python(self._asked(("measure", task), task.limit_s, say, tick))
-            return replace(measured, duration_s=time.monotonic() - began)
-        except _TooLate:
-            detail = f"still running after {task.limit_s:g} s, and ended by force"
-            outcome = TrialOutcome.failed(FailureKind.TIME_OUT, detail)
-        except _Failed as error:
-            kind = FailureKind.OUT_OF_MEMORY if error.memory else FailureKind.CRASH
-            outcome = TrialOutcome.failed(kind, str(error))
-        except _Gone as error:
-            lines = last_lines(self._log, log_from)
-            outcome = outcome_of_exit(error.return_code, last_lines=lines, oom_kills=count_oom_kills() - kills)
-        return Measured(outcome=outcome, duration_s=time.monotonic() - began)
+        except _NoAnswer as error:
+            measured = Measured(outcome=error.outcome)
+        return replace(measured, duration_s=time.monotonic() - began)
 
     def apply(self, config: Config) -> None:
         """Apply as in `Measurer.apply`. Raises `JobBroken`."""
@@ -76,7 +69,7 @@ class ChildRunner:
             self._started()
         try:
             self._asked(("apply", dict(config)), self._spec.start_limit_s)
-        except (_TooLate, _Failed, _Gone) as error:
+        except _NoAnswer as error:
             raise JobBroken(f"the best configuration could not be applied: {error}") from error
 
     def finish(self) -> None:
@@ -87,7 +80,7 @@ class ChildRunner:
         try:
             if self._connection is not None and self._spec.target.is_shared:
                 self._asked(("restore",), self._spec.start_limit_s)
-        except (_TooLate, _Failed, _Gone) as error:
+        except _NoAnswer as error:
             msg = f"what was tuned has not got its own configuration back: {error}; run the job again to try it again"
             raise JobBroken(msg) from error
         finally:
@@ -98,20 +91,16 @@ class ChildRunner:
     def _started(self, tick: Tick = lambda: None) -> TuningSubject:
         """Start a process, make the measurer in it and have it check the job."""
         self._spawn()
-        log_from = _size(self._log)
-        make = ("make", self._source.factory, self._folder, dict(self._source.arguments))
+        source, spec = self._source, self._spec.model_dump_json()
+        check = ("check", source.factory, self._folder, dict(source.arguments), spec)
         try:
-            self._asked(make, self._spec.start_limit_s, tick=tick)
-            check = ("check", self._spec.model_dump_json())
             return _SUBJECT.validate_python(self._asked(check, self._spec.start_limit_s, tick=tick))
-        except (_TooLate, _Failed, _Gone, JobRefused) as error:
+        except (_NoAnswer, JobRefused) as error:
             if self._process is not None:  # else it has ended by itself, or was killed
                 self._end(grace_s=PARTING_S)
             if isinstance(error, JobRefused):
                 raise
-            lines = last_lines(self._log, log_from) if isinstance(error, _Gone) else ""
-            msg = f"the measurer could not be started: {error}{f': {lines}' if lines else ''} (see {self._log})"
-            raise JobBroken(msg) from error
+            raise JobBroken(f"the measurer could not be started: {error} (see {self._log})") from error
 
     def _spawn(self) -> None:
         ours, theirs = Pipe()
@@ -130,11 +119,11 @@ class ChildRunner:
     def _asked(
         self, request: tuple[Any, ...], limit_s: float, say: Say = lambda _: None, tick: Tick = lambda: None
     ) -> Any:
-        """Return the answer to a request (`child`). Raises `_TooLate`, `_Gone` (the process has then ended), `_Failed`,
-        `JobRefused`.
+        """Return the answer to a request (`child`). Raises `_NoAnswer` or `JobRefused`.
 
         An exception from `tick` ends the process in an orderly way, because it may have something to restore.
         """
+        kills, log_from = count_oom_kills(), _size(self._log)
         try:
             until = time.monotonic() + limit_s
             next_tick = time.monotonic() + _TICK_S
@@ -144,26 +133,31 @@ class ChildRunner:
                     return answer
                 if kind == "refused":
                     raise JobRefused(answer)
-                if kind in ("memory", "failed"):
-                    raise _Failed(answer, memory=kind == "memory")
+                if kind in _FAILURES:
+                    raise _NoAnswer(TrialOutcome.failed(_FAILURES[kind], answer))
+                if kind == "gone":
+                    code, lines = self._end(grace_s=1.0), last_lines(self._log, log_from)
+                    raise _NoAnswer(outcome_of_exit(code, last_lines=lines, oom_kills=count_oom_kills() - kills))
                 if kind == "say":
                     say(answer)
                 # However much the process has to say.
                 if (now := time.monotonic()) >= until:
                     self._end(grace_s=0.0)
-                    raise _TooLate(f"no answer within {limit_s:g} s")
+                    detail = f"still running after {limit_s:g} s, and ended by force"
+                    raise _NoAnswer(TrialOutcome.failed(FailureKind.TIME_OUT, detail))
                 if now >= next_tick:
                     tick()
                     next_tick = now + _TICK_S
                 kind, answer = self._exchanged(None, min(next_tick, until) - now)
-        except (_TooLate, _Failed, _Gone, JobRefused):
+        except (_NoAnswer, JobRefused):
             raise
         except BaseException:
             self._end(grace_s=PARTING_S)
             raise
 
     def _exchanged(self, request: tuple[Any, ...] | None, timeout_s: float) -> tuple[str, Any]:
-        """Send a request, if any, and return the next message of the process; empty if there is none in time."""
+        """Send a request, if any, and return the next message of the process: empty if there is none in time, `gone`
+        if it has ended."""
         assert self._connection is not None
         try:
             if request is not None:
@@ -171,7 +165,7 @@ class ChildRunner:
             kind, answer = from_json(self._connection.recv_bytes()) if self._connection.poll(timeout_s) else ("", None)
             return kind, answer
         except (EOFError, OSError):
-            raise _Gone(self._end(grace_s=1.0)) from None
+            return "gone", None
 
     def _end(self, *, grace_s: float) -> int:
         """End the process and its whole group, after `grace_s` to restore and close. Return its exit code."""
@@ -187,24 +181,13 @@ class ChildRunner:
         return process.wait()
 
 
-class _TooLate(Exception):
-    """No answer in time; the process was killed."""
+class _NoAnswer(Exception):
+    """The measurer raised an exception; or it had no answer in time and was killed, or ended by itself: then the
+    process has ended. `outcome`: that of a trial."""
 
-
-class _Gone(Exception):
-    """The process ended by itself."""
-
-    def __init__(self, return_code: int) -> None:
-        super().__init__(f"the measuring process ended ({return_code})")
-        self.return_code = return_code
-
-
-class _Failed(Exception):
-    """The measurer raised an exception. `memory`: for lack of memory."""
-
-    def __init__(self, text: str, *, memory: bool) -> None:
-        super().__init__(text)
-        self.memory = memory
+    def __init__(self, outcome: TrialOutcome) -> None:
+        super().__init__(outcome.detail)
+        self.outcome = outcome
 
 
 def _ends_within(pid: int, limit_s: float) -> bool:

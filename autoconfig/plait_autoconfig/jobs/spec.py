@@ -198,6 +198,10 @@ class Budget(_SpecModel):
     trials: int = Field(default=12, ge=1, le=10_000)
     minutes: float | None = Field(default=None, gt=0)
 
+    def left_s(self, used_s: float) -> float:
+        """Return what is left of the minutes; infinite without a limit."""
+        return float("inf") if self.minutes is None else 60.0 * self.minutes - used_s
+
 
 class Confirm(_SpecModel):
     """After the search at most (1 + `best`) x `times` runs, where they decide what is recommended, fewer if that is

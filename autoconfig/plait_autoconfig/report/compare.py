@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from pydantic_core import to_jsonable_python
 
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, JobState, Phase
@@ -50,9 +47,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsCompared:
-    """The comparison. `incomparable`: why gains cannot be compared. `differences`: other settings that differ."""
+    """The comparison, also as JSON. `incomparable`: why gains cannot be compared. `differences`: other settings that
+    differ."""
 
-    findings: tuple[Finding, ...]
+    jobs: tuple[Finding, ...]
     incomparable: tuple[str, ...]
     differences: tuple[str, ...]
     sentence: str
@@ -66,7 +64,7 @@ def compare(states: Sequence[JobState]) -> JobsCompared:
     if len({state.subject.hardware for state in states if state.subject is not None}) > 1:
         incomparable.append("machine")
     return JobsCompared(
-        findings=findings,
+        jobs=findings,
         incomparable=tuple(incomparable),
         differences=tuple(name for name in _SEARCH if _differs(specs, name)),
         sentence=_sentence(states, findings, incomparable),
@@ -109,17 +107,11 @@ def _uniquely_named(findings: Sequence[Finding]) -> list[Finding]:
     ]
 
 
-def comparison_to_json(found: JobsCompared) -> dict[str, Any]:
-    """Return plain JSON: `jobs`, `incomparable`, `differences`, `sentence`."""
-    plain: dict[str, Any] = to_jsonable_python(found)
-    return {"jobs": plain.pop("findings"), **plain}
-
-
 def comparison_text(found: JobsCompared) -> str:
     """Return a table with one column per job, followed by what it means."""
-    rows = [("", [each.name for each in found.findings]), *_rows(found.findings)]
+    rows = [("", [each.name for each in found.jobs]), *_rows(found.jobs)]
     width = max(len(name) for name, _ in rows)
-    widths = [max(len(row[at]) for _, row in rows) for at in range(len(found.findings))]
+    widths = [max(len(row[at]) for _, row in rows) for at in range(len(found.jobs))]
     lines = [
         "  ".join([name.ljust(width), *(text.ljust(each) for text, each in zip(row, widths, strict=True))]).rstrip()
         for name, row in rows

@@ -15,8 +15,8 @@ import numpy as np
 
 from plait_autoconfig.confidence import next_runs, verdict
 from plait_autoconfig.designers import maker_of
+from plait_autoconfig.designers.base import Designer
 from plait_autoconfig.designers.plait_designer import PlaitDesigner, Pretrained
-from plait_autoconfig.designers.protocols import Designer
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.jobs.spec import Confirm
 from plait_autoconfig.values import Trial, TrialOutcome

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from plait_autoconfig.confidence import log_losses
-from plait_autoconfig.designers.protocols import ServiceContext
+from plait_autoconfig.designers.base import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Goal, Objective, parse_objective

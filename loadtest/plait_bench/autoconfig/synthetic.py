@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from plait_autoconfig.designers.protocols import ServiceContext
+from plait_autoconfig.designers.base import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import GOODPUT_PER_COST, Goal, Objective

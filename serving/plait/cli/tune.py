@@ -158,13 +158,15 @@ def compare_command(
     jobs: Annotated[list[Path], typer.Argument(help="two jobs or more: folders or files")], *, as_json: AsJson = False
 ) -> None:
     """Compare jobs side by side: what each found, how certain it is, and in how many trials."""
+    from pydantic_core import to_jsonable_python
+
     from plait.tuning.job.local_run import open_state
-    from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
+    from plait_autoconfig.report.compare import compare, comparison_text
 
     if len(jobs) < 2:
         raise typer.BadParameter("name two jobs or more", param_hint="JOBS")
     found = compare([open_state(job)[0] for job in jobs])
-    print(json.dumps(comparison_to_json(found), indent=1) if as_json else comparison_text(found))
+    print(json.dumps(to_jsonable_python(found), indent=1) if as_json else comparison_text(found))
 
 
 def _best(state: JobState) -> Any:

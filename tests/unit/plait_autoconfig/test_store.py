@@ -85,12 +85,16 @@ def earlier(folder: Path) -> Path:
 
 
 def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
-    """Under its own name, and with what that version could not read; from then on it is a database."""
+    """Under its own name, and with what that version could not read, or somebody else keeps there; from then on it is a
+    database."""
     path = earlier(tmp_path)
+    journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    optuna.create_study(study_name="theirs", storage=journal).add_trial(optuna.trial.create_trial(value=1.0))
     store = LibraryStore.open(path)
     assert store.runs() == (RUN, OTHER)
     kept = optuna.load_study(study_name="plait-foreign", storage=f"sqlite:///{path}").user_attrs
     assert [*kept.values()] == [NEWER]
+    assert optuna.load_study(study_name="theirs", storage=f"sqlite:///{path}").best_value == 1.0
     assert store.add(run_of(*TRIALS, run_id="run-3")) == 3
     assert len(LibraryStore.open(path).runs()) == 3
     assert path.read_bytes().startswith(b"SQLite format 3")
@@ -102,10 +106,10 @@ def test_a_journal_that_cannot_be_converted_stays_alone(tmp_path: Path, monkeypa
     path = earlier(tmp_path)
     before = path.read_bytes()
 
-    def full(*_: object) -> int:
+    def full(**_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(LibraryStore, "add", full)
+    monkeypatch.setattr(optuna, "copy_study", full)
     with pytest.raises(LibraryError, match="no space left"):
         LibraryStore.open(path)
     assert path.read_bytes() == before

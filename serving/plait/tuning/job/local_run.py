@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from plait.errors import PlaitError, read, told, write
@@ -25,12 +24,13 @@ from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.report.page import report_page
 from plait_loadtest.host import tool_version
+from plait_loadtest.run.processes import ended_by_signal
 from plait_serving.spelling import hint
 
 DEFAULT_OUT = Path("out/tune")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """The jobs that ship with plait."""
-FACTORY = "plait.tuning.measure.measurer:open_measurer"
+FACTORY = "plait.tuning.measure.measurer:PlaitMeasurer"
 
 
 def run(
@@ -53,14 +53,15 @@ def run(
         spec = parse_job(text, folder=job.absolute().parent, source=str(job))
         store = JobStore.open_or_create(folder or DEFAULT_OUT / spec.name, spec, text)
         recover_all(state_root(os.environ), say=lambda line: print(line, file=stream, flush=True))
-        began_s, before = time.monotonic(), read_state(store)
+        began_s, before, stopping = time.monotonic(), read_state(store), threading.Event()
         state = before
         with reported(store):
             if before.phase != "finished" or store.facts().failure:  # else there is nothing to start a clone for
                 own = {"live": live, "commands": True, **(arguments or {})}
                 source = MeasurerSource(factory=measurer or FACTORY, arguments={} if measurer else own)
-                with shown(stream, lambda: read_state(store)) as show, _stopped_by_signal() as stop:
-                    state = run_job(store, source, on_event=show, stop=stop)
+                # The running measurement is given up, clones are removed, services are rolled back.
+                with shown(stream, lambda: read_state(store)) as show, ended_by_signal(stopping.set):
+                    state = run_job(store, source, on_event=show, stop=stopping.is_set)
                 taken = time_breakdown(before.remaining, state.remaining, time.monotonic() - began_s)
                 print(taken, file=stream, flush=True)
         return state, store.folder
@@ -121,22 +122,3 @@ def _folder_of(job: Path) -> Path:
     job = job_file(job)
     spec = parse_job(read(job), folder=job.absolute().parent, source=str(job))
     return DEFAULT_OUT / spec.name
-
-
-@contextmanager
-def _stopped_by_signal() -> Iterator[Callable[[], bool]]:
-    """End the job in an orderly way on Ctrl-C or SIGTERM: the running measurement is abandoned, clones are removed,
-    services are rolled back. A second signal acts as an ordinary Ctrl-C."""
-    seen: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) > 1:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(seen)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

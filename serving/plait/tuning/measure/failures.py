@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from plait.tuning.measure.load import LoadResult
 from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
@@ -13,27 +13,27 @@ _LOST = ("connect", "reset", "truncated")
 """Outcomes of requests whose server went away."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What happened to the replicas while the load ran. `died`: the deployments of processes that have ended;
-    `oom_kills`: how many processes the kernel killed for lack of memory meanwhile; `log`: what was logged."""
-
-    died: tuple[str, ...] = ()
-    oom_kills: int = 0
-    log: str = ""
-
-
 def of_start(reason: str, *, oom_kills: int = 0) -> TrialOutcome:
     """Return the outcome of a configuration that Serve could not bring up."""
     kind = FailureKind.OUT_OF_MEMORY if oom_kills or mentions_out_of_memory(reason) else FailureKind.REFUSED_START
     return TrialOutcome.failed(kind, reason)
 
 
-def of_load(loaded: LoadResult, evidence: Evidence) -> TrialOutcome | None:
-    """Return why a completed load is not a valid measurement, or None if it is."""
+def of_load(
+    loaded: LoadResult, *, died: Collection[str] = (), oom_kills: int = 0, log: str = ""
+) -> TrialOutcome | None:
+    """Return why a completed load is not a valid measurement, or None if it is.
+
+    What happened to the replicas meanwhile: `died`, the deployments of processes that have ended; `oom_kills`, how many
+    processes the kernel killed for lack of memory; `log`, what was logged.
+    """
     errors = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items())
-    if evidence.died:
-        return _of_deaths(evidence, errors or "no request failed")
+    if died:
+        kind, fate = FailureKind.CRASH, "died"
+        if oom_kills or mentions_out_of_memory(log):
+            kind, fate = FailureKind.OUT_OF_MEMORY, "was killed for memory"
+        who = ", ".join(sorted(set(died)))
+        return TrialOutcome.failed(kind, f"a replica of {who} {fate} under load ({errors or 'no request failed'})")
     if loaded.guarded:
         kind = FailureKind.CRASH if "requests failed" in loaded.ended_early else FailureKind.TIME_OUT
         return TrialOutcome.failed(kind, loaded.ended_early)
@@ -45,11 +45,3 @@ def of_load(loaded: LoadResult, evidence: Evidence) -> TrialOutcome | None:
         kind = FailureKind.CRASH if any(name in loaded.errors for name in _LOST) else FailureKind.TIME_OUT
         return TrialOutcome.failed(kind, f"not one request was answered ({errors or 'nothing was sent'})")
     return None
-
-
-def _of_deaths(evidence: Evidence, errors: str) -> TrialOutcome:
-    who = ", ".join(sorted(set(evidence.died)))
-    kind, fate = FailureKind.CRASH, "died"
-    if evidence.oom_kills or mentions_out_of_memory(evidence.log):
-        kind, fate = FailureKind.OUT_OF_MEMORY, "was killed for memory"
-    return TrialOutcome.failed(kind, f"a replica of {who} {fate} under load ({errors})")

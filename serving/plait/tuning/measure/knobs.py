@@ -77,17 +77,9 @@ def check_values(config: PlaitConfig, name: str, values: Iterable[Any]) -> None:
 def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:
     """Return the configuration with these knobs, by name. Raises `ConfigError` if a value is refused, `PlaitError` for
     unknown names."""
-    places = knob_places(config)
-    if unknown := values.keys() - places.keys():
-        check_names(config, unknown)
     data = config.model_dump(mode="json")
-    # Models that the configuration leaves to the starter's folder are written out.
-    if config.images is not None:
-        data["images"]["controlnets"] = _written_out(config.images.resolved_controlnets())
-    if config.recommend is not None:
-        data["recommend"]["models"] = _written_out(config.ranking_models)
-    for name, value in values.items():
-        set_at(data, places[name].path, value)
+    for path, value in settings_of(config, values).items():
+        set_at(data, path, value)
     return parse_config(data, source="knobs", folder=Path.cwd())
 
 
@@ -99,8 +91,10 @@ def known_values(config: PlaitConfig, names: Iterable[str]) -> dict[str, Any]:
 
 def settings_of(config: PlaitConfig, values: Mapping[str, Any]) -> dict[KeyPath, Any]:
     """Return the knobs as settings of plait.yaml, by path. Models and ControlNets that the file leaves to the starter's
-    folder are written out too, since a knob cannot be set without its model."""
+    folder are written out too, since a knob cannot be set without its model. Raises `PlaitError` for unknown names."""
     places = knob_places(config)
+    if unknown := values.keys() - places.keys():
+        check_names(config, unknown)
     settings: dict[KeyPath, Any] = {}
     for name, value in values.items():
         settings |= {**_folder_of(config, places[name].path), places[name].path: value}
@@ -139,10 +133,6 @@ def _may_run(deployment: str, names: Iterable[str]) -> bool:
     return f"{model}.mode" in names or (
         deployment.startswith(CONTROLNET_PREFIX) and f"{ENGINE}.controlnet_placement" in names
     )
-
-
-def _written_out(sections: Mapping[str, BaseModel]) -> dict[str, Any]:
-    return {name: section.model_dump(mode="json") for name, section in sections.items()}
 
 
 def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.server.state import state_root
-from plait.tuning.measure.application import Compose, NotReady, RefusedStart, compose_of
+from plait.tuning.measure.application import NotReady, RefusedStart, compose_of
 from plait.tuning.measure.failures import of_start
 from plait.tuning.measure.plait_subject import PlaitSubject
 from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
@@ -33,27 +33,15 @@ _SPARE_S = 5.0
 """The part of a trial's time reserved for what follows the load, so that we end the trial before our parent does."""
 
 
-def open_measurer(*, folder: Path, live: bool = False, commands: bool = False, compose: str = "") -> PlaitMeasurer:
-    """Create the measurer. `live`: the command allowed it. `commands`: the job may name some, for it is its user's.
-    `compose`: `module:function` that makes the Serve application of a configuration, in place of plait's own."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return PlaitMeasurer(
-        folder=folder,
-        root=state_root(os.environ),
-        compose=compose_of(compose),
-        may_be_live=live,
-        may_run_commands=commands,
-    )
-
-
 class PlaitMeasurer:
     """The `plait_autoconfig.jobs.measurer.Measurer` for all that answers over HTTP."""
 
-    def __init__(
-        self, *, folder: Path, root: Path, compose: Compose, may_be_live: bool, may_run_commands: bool = False
-    ) -> None:
-        self._folder, self._root, self._compose = folder, root, compose
-        self._may_be_live, self._may_run_commands = may_be_live, may_run_commands
+    def __init__(self, *, folder: Path, live: bool = False, commands: bool = False, compose: str = "") -> None:
+        """`live`: the command allowed it. `commands`: the job may name some, for it is its user's. `compose`:
+        `module:function` that makes the Serve application of a configuration, in place of plait's own."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._folder, self._root, self._compose = folder, state_root(os.environ), compose_of(compose)
+        self._may_be_live, self._may_run_commands = live, commands
         self._subject: Subject | None = None
 
     def check(self, spec: JobSpec) -> TuningSubject:

@@ -14,7 +14,7 @@ from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.cost import host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs
 from plait.tuning.measure.live import LiveBusy, LiveServer
-from plait_autoconfig.errors import JobBusy, JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.spec import JobSpec, TuningTarget
 from plait_autoconfig.values import Config
 from plait_kernels.cores import usable_cores
@@ -32,13 +32,13 @@ class PlaitSubject:
     unseen: frozenset[str] = frozenset()
 
     def __init__(self, spec: JobSpec, target: TuningTarget, *, compose: Compose, root: Path, folder: Path) -> None:
-        """Raises `JobRefused` before anything is started, `JobBusy` if another process tunes the live service."""
+        """Raises `JobRefused` before anything is started, also if another process tunes the live service."""
         config = target_config(target, live=bool(target.live))
         self.scenarios, self.guard = prepare(spec, config)
         self._application: Clone | LiveServer
         self.log_path = folder / "clone.log"
         if target.live:
-            with told(LiveBusy, to=JobBusy), told(StateError, about="target.live", to=JobRefused):
+            with told(LiveBusy, to=JobRefused), told(StateError, about="target.live", to=JobRefused):
                 self._application = LiveServer(compose, root=root, port=config.server.port)
             config = self._application.original
             self.scenarios, self.guard = prepare(spec, config)

@@ -24,7 +24,7 @@ from plait.tuning.measure.application import Applied, NotReady, RefusedStart
 from plait.tuning.measure.checks import METRICS, check_metrics, scenarios_of
 from plait.tuning.measure.cost import ReservedResources, known_costs
 from plait.tuning.measure.quality import QUALITY_DRIFT
-from plait_autoconfig.errors import JobBusy, JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.runner import last_lines
 from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget
 from plait_autoconfig.values import Config
@@ -50,7 +50,7 @@ class ServiceSubject:
     features: Mapping[str, float] = {}
 
     def __init__(self, spec: JobSpec, target: ServiceTarget, *, root: Path, folder: Path) -> None:
-        """Raises `JobRefused` before anything is started, `JobBusy` if another plait is on the port."""
+        """Raises `JobRefused` before anything is started, also if another plait is on the port."""
         self.spec, self._target = spec, target
         self._program = target.command or target.apply
         self.prefix = urlsplit(target.address).path.rstrip("/")
@@ -167,7 +167,7 @@ class ServiceSubject:
 
     def _claimed(self, root: Path) -> PortState:
         port = self._port or urlsplit(self._filled(self._target.address)).port or 80
-        with told(StateError, about="target.ready", to=JobBusy):
+        with told(StateError, about="target.ready", to=JobRefused):
             state = PortState.claim(root, port)
         # Without a Ray, but with processes of ours to end.
         state.write(RunRecord(run_id=self._run_id, url=self.url, ray_folder=""))

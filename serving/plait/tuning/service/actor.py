@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -20,8 +19,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from plait.tuning.service.errors import JobQueueError
-from plait.tuning.service.job_process import JobProcesses
-from plait.tuning.service.job_queue import JobLauncher, JobQueueSettings, TuningJobQueue
+from plait.tuning.service.job_process import start_job
+from plait.tuning.service.job_queue import JobQueueSettings, StartJob, TuningJobQueue
 from plait_serving.http.edge.errors import ApiError
 
 _log = logging.getLogger(__name__)
@@ -35,9 +34,9 @@ _IDLE_S = 900.0
 class TuningActor:
     """The job queue and the thread that works on it."""
 
-    def __init__(self, settings: JobQueueSettings, runner: JobLauncher | None) -> None:
+    def __init__(self, settings: JobQueueSettings, start: StartJob) -> None:
         logging.basicConfig(level=logging.INFO)
-        self._queue = TuningJobQueue(settings, runner or JobProcesses(environ=os.environ))
+        self._queue = TuningJobQueue(settings, start)
         self._asked_s = time.monotonic()
         self._me = ray.get_runtime_context().current_actor
         threading.Thread(target=self._work, name="plait-tuning", daemon=True).start()
@@ -50,7 +49,7 @@ class TuningActor:
     def _work(self) -> None:
         while time.monotonic() - self._asked_s < _IDLE_S:
             try:
-                if self._queue.work_once(lambda: False):
+                if self._queue.work_once():
                     self._asked_s = time.monotonic()
             except Exception:  # a full disk; the next round may be luckier
                 _log.exception("working on a tuning job")
@@ -62,9 +61,9 @@ class ActorTuningService:
     """A `TuningService` that calls the actor. It finds or starts the actor when it is created, so that jobs interrupted
     by a stop of the server continue, and again whenever the actor is lost."""
 
-    def __init__(self, settings: Callable[[], JobQueueSettings], *, runner: JobLauncher | None = None) -> None:
+    def __init__(self, settings: Callable[[], JobQueueSettings], *, start: StartJob = start_job) -> None:
         """Take what returns the settings, which are read anew for each job."""
-        self._settings, self._runner = settings, runner
+        self._settings, self._start = settings, start
         self._actor = self._found()
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
@@ -95,6 +94,6 @@ class ActorTuningService:
         named = {"name": f"plait-tuning-{digest}", "namespace": _NAMESPACE, "get_if_exists": True}
         retries = {"max_restarts": -1, "max_task_retries": -1}  # every method may be called twice
         options = {**named, **retries, "lifetime": "detached", "max_concurrency": 16, "num_cpus": 0}
-        actor = ray.remote(TuningActor).options(**options).remote(settings, self._runner)
+        actor = ray.remote(TuningActor).options(**options).remote(settings, self._start)
         actor.call.remote("configure", settings)  # it may be older than this replica
         return actor

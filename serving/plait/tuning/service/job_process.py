@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from plait.tuning.service.job_view import write_progress
 from plait_autoconfig.jobs.measurer import MeasurerSource
@@ -26,44 +24,20 @@ _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _KEPT = ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S")
 
 
-class JobProcesses:
-    """A `JobLauncher` that starts a process per job. `source`: the measurer, in tests; None: plait's own."""
-
-    def __init__(self, *, environ: Mapping[str, str], source: MeasurerSource | None = None) -> None:
-        kept = (name for name in environ if name in _KEPT or not name.startswith(_RAYS_OWN))
-        self._environ = {name: environ[name] for name in kept}
-        self._source = source
-
-    def start(self, folder: Path, *, live: bool) -> JobProcess:
-        """Start the job's process in a new session, with its output appended to `logs/process.log`."""
-        from plait.tuning.job.local_run import FACTORY
-
-        source = self._source or MeasurerSource(factory=FACTORY, arguments={"live": live})
-        command = [sys.executable, "-m", __name__, str(folder), source.factory, json.dumps(dict(source.arguments))]
-        (folder / "logs").mkdir(exist_ok=True)
-        with (folder / "logs" / "process.log").open("ab") as log:
-            own: dict[str, Any] = {"stdout": log, "stderr": log, "env": self._environ, "start_new_session": True}
-            return JobProcess(subprocess.Popen(command, stdin=subprocess.PIPE, **own))
-
-
-class JobProcess:
-    """A `RunningJob` in a process of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the exit code, or None if the process is still running after `timeout_s`."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def stop(self) -> None:
-        """Close the process's standard input, which makes it end in an orderly way. Idempotent."""
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
+def start_job(folder: Path, source: MeasurerSource) -> subprocess.Popen[bytes]:
+    """Start the job's process in a new session, with its output appended to `logs/process.log`."""
+    kept = (name for name in os.environ if name in _KEPT or not name.startswith(_RAYS_OWN))
+    command = [sys.executable, "-m", __name__, str(folder), source.factory, json.dumps(dict(source.arguments))]
+    (folder / "logs").mkdir(exist_ok=True)
+    with (folder / "logs" / "process.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env={name: os.environ[name] for name in kept},
+            start_new_session=True,
+        )
 
 
 def main(arguments: list[str]) -> int:

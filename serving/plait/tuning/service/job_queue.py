@@ -9,6 +9,7 @@ where the last one died.
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +27,7 @@ from plait.tuning.service.job_view import PROGRESS, job_summary, read_json, unre
 from plait.tuning.service.untrusted import check_untrusted
 from plait_autoconfig.errors import JobRefused, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
+from plait_autoconfig.jobs.measurer import MeasurerSource
 from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.spec import JobSpec, TuningTarget
 from plait_autoconfig.jobs.state import JobState
@@ -43,21 +45,8 @@ _POLL_S = 0.2
 _FRESH_S = 0.5  # a state is worked out anew after so long
 
 
-class RunningJob(Protocol):
-    """A job that is running."""
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the exit code, or None if it is not over by then."""
-
-    def stop(self) -> None:
-        """Ask it to end in an orderly way. Idempotent."""
-
-
-class JobLauncher(Protocol):
-    """Starts a job; in production, in a process."""
-
-    def start(self, folder: Path, *, live: bool) -> RunningJob:
-        """Start working on the job in the folder, until it is over."""
+StartJob: TypeAlias = Callable[[Path, MeasurerSource], subprocess.Popen[bytes]]
+"""Starts a process that works on the job in a folder until it is over; see `job_process.start_job`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +73,11 @@ _TICKET = TypeAdapter(_JobRecord)
 class TuningJobQueue:
     """The job queue. All methods but `work_once` return at once and may be called from several threads."""
 
-    def __init__(self, settings: JobQueueSettings, runner: JobLauncher) -> None:
-        self._settings, self._runner = settings, runner
+    def __init__(self, settings: JobQueueSettings, start: StartJob) -> None:
+        self._settings, self._start = settings, start
         self._lock = threading.RLock()
         self._store = lru_cache(_KEPT_OPEN)(lambda job_id: JobStore.open(settings.folder / job_id))
         self._state_at = lru_cache(_KEPT_OPEN)(lambda job_id, _: read_state(self._store(job_id), now_s=time.time()))
-        self._deaths: dict[str, tuple[int, int]] = {}  # by job: deaths in a row, measurements at the last one
         self._running: str | None = None
         settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -158,7 +146,7 @@ class TuningJobQueue:
 
     # ---- work --------------------------------------------------------------------------------------------------------
 
-    def work_once(self, stop: Callable[[], bool]) -> bool:
+    def work_once(self) -> bool:
         """Run the oldest open job until it is over; return False if there is none."""
         with self._lock:
             tickets = self._open_tickets()
@@ -170,7 +158,7 @@ class TuningJobQueue:
                 return True
             self._running = ticket.id
         try:
-            self._work_on(ticket, stop)
+            self._end(ticket, *self._worked_on(ticket))
         except Exception as error:  # the desk goes on with the next job, whatever this one did
             self._end(ticket, "failed", f"{type(error).__name__}: {error}")
         finally:
@@ -178,38 +166,39 @@ class TuningJobQueue:
                 self._running = None
         return True
 
-    def _work_on(self, ticket: _JobRecord, stop: Callable[[], bool]) -> None:
+    def _worked_on(self, ticket: _JobRecord) -> tuple[str, str]:
+        """Run a job until it is over, again if its process dies; return its last status and why."""
+        from plait.tuning.job.local_run import FACTORY
+
         folder, store = self._settings.folder / ticket.id, self._store(ticket.id)
-        while store.workers(now_s=time.time()) and not stop():
+        while store.workers(now_s=time.time()):
             time.sleep(_POLL_S)  # of a desk that was killed: its worker is cleaning up
-        before = read_state(store, now_s=time.time())
-        if before.phase == "failed":  # its process said so, and we were killed before we could note it
-            self._end(ticket, "failed", before.reason)
-            return
-        work = self._runner.start(folder, live=self._settings.live and bool(store.spec.target.live))
-        while (code := work.wait(_POLL_S)) is None:
-            if stop():
-                work.stop()
+        state = read_state(store, now_s=time.time())
+        if state.phase == "failed":  # its process said so, and we were killed before we could note it
+            return state.phase, state.reason
+        live = self._settings.live and bool(store.spec.target.live)
+        source = MeasurerSource(factory=FACTORY, arguments={"live": live})
+        code, deaths, measured = 0, 0, -1
+        while deaths < MAX_DEATHS:
+            code = self._run(folder, store, source)
+            state = read_state(store, now_s=time.time())
+            if (folder / "cancel").exists():
+                return "cancelled", "it was cancelled"
+            if state.phase in {"finished", "failed"}:
+                return state.phase, state.reason
+            before, measured = measured, sum(row.status == "finished" for row in state.rows)
+            deaths = 1 if measured > before else deaths + 1
+        why = f"its process ended {deaths} times without a measurement (exit code {code}); see logs/process.log"
+        return "failed", why
+
+    def _run(self, folder: Path, store: JobStore, source: MeasurerSource) -> int:
+        work = self._start(folder, source)
+        while (code := work.poll()) is None:
+            with suppress(subprocess.TimeoutExpired):
+                work.wait(_POLL_S)
             if (folder / "cancel").exists() and not store.facts().cancelled:
                 store.note(cancelled=True)  # again and again: a worker that begins forgets older signs
-        if not stop():
-            self._conclude(ticket, store, code)
-
-    def _conclude(self, ticket: _JobRecord, store: JobStore, code: int) -> None:
-        """Record the outcome of a job whose process has ended; do nothing if it is to be restarted."""
-        state = read_state(store, now_s=time.time())
-        if (self._settings.folder / ticket.id / "cancel").exists():
-            self._end(ticket, "cancelled", "it was cancelled")
-        elif state.phase in {"finished", "failed"}:
-            self._end(ticket, state.phase, state.reason)
-        else:
-            deaths, before = self._deaths.get(ticket.id, (0, -1))
-            measured = sum(row.status == "finished" for row in state.rows)
-            deaths = 1 if measured > before else deaths + 1
-            self._deaths[ticket.id] = (deaths, measured)
-            if deaths >= MAX_DEATHS:
-                why = f"its process ended {deaths} times without a measurement (exit code {code}); see logs/process.log"
-                self._end(ticket, "failed", why)
+        return code
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -251,7 +240,6 @@ class TuningJobQueue:
 
     def _end(self, ticket: _JobRecord, status: str, reason: str) -> None:
         self._state_at.cache_clear()
-        self._deaths.pop(ticket.id, None)
         write_json(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
 
     def _state(self, job_id: str) -> JobState:

@@ -88,7 +88,7 @@ def test_a_library_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[s
     assert "target.yaml, line 2: " in capsys.readouterr().err
 
 
-def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys, monkeypatch) -> None:
     """With the target of the service; a knob that is empty with some values of another one depends on it, what a row
     says of a knob that does not count changes nothing, and one that had one value keeps it."""
     rows = ["plain,1,,10", "plain,4,,12", "packed,1,3,11", "packed,4,9,15", "packed,4,9,16"]
@@ -108,9 +108,8 @@ def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.
     assert spec.default == {"mode": "packed", "batch": 4, "cache": 8, "level": 9}
     assert str(spec.goal) == "max goodput_per_s"
     assert len(spec.space.cells()) == 2 + 2 * 2
-    measurer = PlaitMeasurer(
-        folder=measured, root=measured / "state", compose=lambda _: (), may_be_live=False, may_run_commands=True
-    )
+    monkeypatch.setenv("PLAIT_STATE_DIR", str(measured / "state"))
+    measurer = PlaitMeasurer(folder=measured, commands=True)
     assert measurer.check(spec).service == "gr--e"
     measurer.close()
     runs, said = past_runs(spec, ())

@@ -136,15 +136,17 @@ def test_an_answer_for_plait_is_a_plait_yaml_a_serve_yaml_and_arguments(tmp_path
         exported(target, settings, "env")
 
 
-def measurer(folder: Path, **may: bool) -> PlaitMeasurer:
-    """What measures; nothing of plait's runs."""
-    return PlaitMeasurer(folder=folder, root=folder, compose=lambda _: (), may_be_live=True, **may)
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the job and plait's state are."""
+    monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path))
+    return tmp_path
 
 
-def test_only_the_command_lines_own_jobs_run_commands(tmp_path: Path) -> None:
+def test_only_the_command_lines_own_jobs_run_commands(folder: Path) -> None:
     """Whoever makes the measurer for a job of others does not allow it, and nothing is looked at."""
     with pytest.raises(JobRefused, match="commands are run for the jobs of `plait tune run` only"):
-        measurer(tmp_path).check(example("vllm")[0])
+        PlaitMeasurer(folder=folder).check(example("vllm")[0])
 
 
 KNOB = {"kind": "int", "low": 1, "high": 2}
@@ -164,9 +166,9 @@ KNOB = {"kind": "int", "low": 1, "high": 2}
         ),
     ],
 )
-def test_what_can_not_be_measured_is_refused_before_it_is_started(tmp_path, target, changes, said):
+def test_what_can_not_be_measured_is_refused_before_it_is_started(folder, target, changes, said):
     """In a sentence, with the field; also what is wrong with a knob that does not count in the reference."""
     service = {"command": ["true"], "ready": "http://127.0.0.1:{port}/", "reserves": {"cores": 1}, **target}
     job = {"constraints": [], "knobs": {"a": KNOB}, "reference": {"config": {"a": 1}}, "offered": "given", **changes}
     with pytest.raises(JobRefused, match=said):
-        measurer(tmp_path, may_run_commands=True).check(parse_job(job_text(**job, target=service), folder=tmp_path))
+        PlaitMeasurer(folder=folder, commands=True).check(parse_job(job_text(**job, target=service), folder=folder))

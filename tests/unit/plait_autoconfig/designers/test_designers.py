@@ -53,15 +53,22 @@ def test_failures_are_constraints_to_optuna(make, studies):
     """A failed trial reaches the sampler as an infeasible one; an invalid one does not."""
     ran, crash = TrialOutcome.measured(rate=1.0), TrialOutcome.failed(FailureKind.CRASH)
     outcomes = iter([ran, crash, TrialOutcome.failed(FailureKind.INVALID), ran])
-    run_trials(make(SMALL, RATE, seed=6), 4, lambda _: next(outcomes))
-    told = [trial for trial in studies[-1].get_trials() if trial.state.name != "FAIL"]
+    designer = make(SMALL, RATE, seed=6)
+    run_trials(designer, 4, lambda _: next(outcomes))
+    designer.ask()
+    told = [trial for trial in studies[-1].get_trials() if trial.state.name not in ("FAIL", "RUNNING")]
     assert [trial.constraints.get("runs", -1.0) for trial in told] == [-1.0, 1.0, -1.0]
 
 
 def test_strangers_and_limits_reach_optuna(studies):
-    """A trial that was not asked for is told with its values and an ordered choice's rank, a limit under its text."""
+    """A trial that was not asked for is told with its values and an ordered choice's rank, a limit under its text; what
+    is pending as running."""
     designer = OptunaGpDesigner(SMALL, OBJECTIVE, seed=8)
     designer.tell(measured(0, {"cpu": 3, "batch": 16}, rate_per_s=2.0, p99_ms=15.0))
-    (told,) = studies[-1].get_trials()
+    pending = designer.ask()
+    designer.ask()
+    told, running, *_ = studies[-1].get_trials()
     assert (told.params, told.values) == ({"cpu": 3, "batch": 2}, [-2.0])
     assert told.constraints == {"p99_ms <= 30": -0.5}
+    assert running.params == {"cpu": pending["cpu"], "batch": SMALL.knobs[1].values.index(pending["batch"])}
+    assert running.state.name == "RUNNING"

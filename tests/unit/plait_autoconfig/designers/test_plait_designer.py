@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from plait_autoconfig.designers.base import CellDesigner
+from plait_autoconfig.designers.base import Designer, ServiceContext
 from plait_autoconfig.designers.plait_designer import PlaitDesigner
-from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Goal, Limit, Objective, parse_objective
@@ -43,7 +42,7 @@ def serving(*, peak: float = 4.0, device: str = "b", most: float = np.inf, facto
     return serve
 
 
-def search(designer: CellDesigner, serve: Serve, count: int) -> Sequence[Trial]:
+def search(designer: Designer, serve: Serve, count: int) -> Sequence[Trial]:
     """All trials, after so many more."""
     run_trials(designer, count, serve, first=len(designer.trials))
     return designer.trials

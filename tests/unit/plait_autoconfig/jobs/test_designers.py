@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from plait_autoconfig.designers.uninformed import GridDesigner
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.proposals import Proposals
@@ -23,22 +24,12 @@ SMALL = {
 }
 
 
-class Scripted:
-    """A designer that proposes 1, 2, 3, 4 and remembers what it was told."""
-
-    name = "scripted"
+class Scripted(GridDesigner):
+    """A designer that remembers what it was told, and how much it is to expect."""
 
     def __init__(self, regret=1.0):
-        self.left, self.told, self.dropped, self.regret = [1, 2, 3, 4], [], [], regret
-
-    def ask(self):
-        return {"replicas": self.left.pop(0)}
-
-    def tell(self, trial):
-        self.told.append(trial.number)
-
-    def drop(self, config):
-        self.dropped.append(config["replicas"])
+        super().__init__(job(**SMALL).space, job(**SMALL).goal, seed=0)
+        self.regret = regret
 
     def expected_regret(self):
         return self.regret
@@ -50,11 +41,16 @@ def trial(number, replicas, **more):
 
 
 def test_a_proposal_stays_until_it_is_claimed():
-    """What nobody took on is proposed again; what another worker measures is passed over."""
+    """What nobody took on is proposed again; what another worker measures is passed over, and comes back when that is
+    lost."""
     proposals = Proposals(Scripted(), job(**SMALL))
     assert proposals.next([]) == {"replicas": 1}
     assert proposals.next([]) == {"replicas": 1}
-    assert proposals.next([trial(0, 1, running=True), trial(1, 2, running=True)]) == {"replicas": 3}
+    running = [trial(0, 1, running=True), trial(1, 2, running=True)]
+    assert proposals.next(running) == {"replicas": 3}
+    assert proposals.next([running[0], replace(running[1], lost="gone")]) == {"replicas": 2}
+    everything = [*running, trial(2, 3), trial(3, 4, running=True)]
+    assert proposals.next(everything) == "all 4 cells were proposed"
 
 
 def test_everything_that_ended_is_told_once():
@@ -67,30 +63,20 @@ def test_everything_that_ended_is_told_once():
         trial(2, 2),
         trial(3, 3, running=True),
     ]
-    proposals.follow(records)
-    proposals.follow([*records, trial(4, 2, kind=MeasurementKind.CONFIRM)])
-    assert designer.told == [1, 2, 4]
-
-
-def test_what_was_lost_goes_back_to_the_designer():
-    """Only what this worker's designer proposed is its to take back."""
-    designer = Scripted()
-    proposals = Proposals(designer, job(**SMALL))
-    proposals.next([])
-    proposals.follow([replace(trial(0, 1, running=True), lost="gone")])
-    assert designer.dropped == [1]
+    proposals.next(records)
+    proposals.next([*records, trial(4, 2, kind=MeasurementKind.CONFIRM)])
+    assert [each.number for each in designer.trials] == [1, 2, 4]
 
 
 def test_a_designer_that_expects_no_gain_ends_the_search():
     """Only when the job asks for it, and after enough trials."""
     spec = job(**SMALL, stop={"expected_gain": 0.05, "least_trials": 2})
     records = [trial(0, 1), trial(1, 2)]
-    assert Proposals(Scripted(regret=0.01), spec).next(records[:1]) is not None
-    assert Proposals(Scripted(regret=0.06), spec).next(records) is not None
-    assert Proposals(Scripted(regret=0.01), job(**SMALL)).next(records) is not None
-    proposals = Proposals(Scripted(regret=0.01), spec)
-    assert proposals.next(records) is None
-    assert proposals.exhausted == "the designer expects no more than 1 % to be left to gain"
+    assert Proposals(Scripted(regret=0.01), spec).next(records[:1]) == {"replicas": 2}
+    assert Proposals(Scripted(regret=0.06), spec).next(records) == {"replicas": 3}
+    assert Proposals(Scripted(regret=0.01), job(**SMALL)).next(records) == {"replicas": 3}
+    said = "the designer expects no more than 1 % to be left to gain"
+    assert Proposals(Scripted(regret=0.01), spec).next(records) == said
 
 
 @pytest.mark.parametrize("designer", ["plait", "grid", "sobol", "optuna-tpe"])

@@ -8,7 +8,6 @@ from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.plan import (
     Done,
     NoReference,
-    Outlook,
     RunMeasurement,
     RunSearch,
     Wait,
@@ -43,9 +42,9 @@ def trials(count):
     return [good(1 + index, cells[index], 11.0 + index) for index in range(count)]
 
 
-def step(spec, records, **outlook):
-    """The next step."""
-    return next_step(spec, records, Outlook(**outlook))
+def step(spec, records, *, left_s=None):
+    """The next step, with so much left of the budget."""
+    return next_step(spec, records, used_s=0.0 if left_s is None else 60.0 * spec.budget.minutes - left_s)
 
 
 def test_the_reference_comes_first_and_everybody_waits_for_it():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.plan import Done, Outlook, Step, next_step
+from plait_autoconfig.jobs.plan import Done, Step, next_step
 from plait_autoconfig.jobs.promised_rate import SLO_MET, CheckedRate, is_wanted, next_rate
 from plait_autoconfig.jobs.records import JobFacts, Record
 from plait_autoconfig.jobs.reporting import state_of
@@ -60,12 +60,12 @@ def said(*checks: dict[str, float] | None) -> tuple[list[Record], Step]:
     """The records of a job whose checks showed this, or None where the generator spoiled one, and what comes next."""
     spec, records = job(**ALONE), list(SEARCHED)
     for each in checks:
-        step = next_step(spec, records, Outlook())
+        step = next_step(spec, records)
         assert (step.kind, step.config) == (MeasurementKind.CHECK, BEST)
         outcome = INVALID if each is None else TrialOutcome(metrics=RATES[2] | each)
         number = len(records)
         records.append(record(number, BEST, outcome=outcome, kind=step.kind, rate_per_s=step.rate_per_s))
-    return records, next_step(spec, records, Outlook())
+    return records, next_step(spec, records)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,8 @@ def test_what_is_recommended_is_offered_its_rate_and_the_answer_says_what_held(c
     """The sentence tells it, also how far down it went, or that the budget left too few runs."""
     records, step = said(*checks)
     assert isinstance(step, Done) == is_over
-    assert isinstance(next_step(job(**ALONE), records, Outlook(left_s=-1.0)), Done)
+    short = job(**ALONE | {"budget": {"trials": 1, "minutes": 1.0}})
+    assert isinstance(next_step(short, records, used_s=61.0), Done)
     state = state_of(job(**ALONE), records, JobFacts(done="the time was over"))
     promise = state.recommendation.promise
     assert promise.rate_per_s == (rate_per_s and pytest.approx(rate_per_s))

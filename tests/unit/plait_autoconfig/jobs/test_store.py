@@ -19,7 +19,7 @@ import pytest
 from optuna.trial import TrialState
 
 from fakes.measurer import fake_measurer
-from plait_autoconfig.errors import JobBroken, JobBusy, JobRefused
+from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.loop import MAX_LOST, exclusive_lock, run_job
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.presence import LEASE_S
@@ -402,7 +402,7 @@ def test_a_reference_that_can_not_be_measured_ends_the_job(tmp_path):
 def test_a_live_service_is_tuned_by_one_process_at_a_time(tmp_path):
     """The second is told who holds it; afterwards it is free."""
     with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
-        with pytest.raises(JobBusy, match="another process is tuning the live service"):
+        with pytest.raises(JobBroken, match="another process is tuning the live service"):
             with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
                 pass
     with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None) as descriptor:

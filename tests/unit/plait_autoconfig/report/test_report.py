@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from pydantic_core import to_jsonable_python
 
 from plait_autoconfig.designers import maker_of
 from plait_autoconfig.jobs.measurer import MeasurementKind
@@ -17,7 +18,7 @@ from plait_autoconfig.jobs.state import Interval
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.report import charts, figures
-from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
+from plait_autoconfig.report.compare import compare, comparison_text
 from plait_autoconfig.report.figures import knob_importance
 from plait_autoconfig.report.formatting import change_text, gain_words, metric_title, with_unit
 from plait_autoconfig.report.page import report_page
@@ -308,8 +309,8 @@ def test_jobs_side_by_side(states):
     once = compare([with_gain(state, 1.2, None, None), with_gain(state, 1.6, None, None)])
     assert "measured too seldom" in once.sentence
     text = comparison_text(ahead)
-    assert ahead.findings[1].headline == "60 % higher goodput per cost"
-    assert ahead.findings[1].headline in text
+    assert ahead.jobs[1].headline == "60 % higher goodput per cost"
+    assert ahead.jobs[1].headline in text
     assert all(len(line) < 200 for line in text.splitlines())
 
 
@@ -317,6 +318,6 @@ def test_jobs_that_differ_in_what_they_ask_are_not_compared(states):
     """The sentence names what differs; the columns are there all the same, also of a job that found nothing."""
     found = compare([states["feasible"], states["infeasible"], states["nothing yet"]])
     assert found.sentence == "the gains cannot be compared: the jobs differ in limits"
-    assert [each.config is None for each in found.findings] == [False, True, True]
-    document = json.loads(json.dumps(comparison_to_json(found), allow_nan=False))
+    assert [each.config is None for each in found.jobs] == [False, True, True]
+    document = json.loads(json.dumps(to_jsonable_python(found), allow_nan=False))
     assert document["differences"] == ["budget"]

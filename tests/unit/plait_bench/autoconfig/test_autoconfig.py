@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fakes.bench import calm
-from plait_autoconfig.designers.protocols import ServiceContext
+from plait_autoconfig.designers.base import ServiceContext
 from plait_autoconfig.designers.uninformed import RandomDesigner
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob

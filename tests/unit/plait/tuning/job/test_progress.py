@@ -27,11 +27,11 @@ DEFAULT, OTHER = {"replicas": 1, "batch": 4}, {"replicas": 2, "batch": 8}
 REFERENCE = record(0, DEFAULT, {"goodput_per_cost": 100.0}, kind=MeasurementKind.REFERENCE, duration_s=2.0)
 TRIAL = record(1, OTHER, {"goodput_per_cost": 150.0}, duration_s=2.0)
 EVENTS = (
-    JobEvent(kind="started", at_s=0.0, text="started"),
-    JobEvent(kind="trial_progress", at_s=1.0, text="load, 1 of 2 s", number=1),
-    JobEvent(kind="trial_finished", at_s=2.0, text="done", number=1),
-    JobEvent(kind="trial_lost", at_s=3.0, text="its worker was gone", number=2),
-    JobEvent(kind="note", at_s=4.0, text="the host drifts"),
+    JobEvent(kind="started", text="started"),
+    JobEvent(kind="trial_progress", text="load, 1 of 2 s", number=1),
+    JobEvent(kind="trial_finished", text="done", number=1),
+    JobEvent(kind="trial_lost", text="its worker was gone", number=2),
+    JobEvent(kind="note", text="the host drifts"),
 )
 
 

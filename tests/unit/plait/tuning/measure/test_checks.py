@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import plait.tuning
-from fakes.tuned_app import compose, job_text
+from fakes.tuned_app import job_text
 from plait.tuning.measure.checks import guard_of, max_replicas_config, prepare, target_config
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.measurer import PlaitMeasurer
@@ -104,13 +104,14 @@ def test_a_guard_watches_what_can_be_seen_while_a_load_runs() -> None:
         guard_of(guarded("memory_gib <= 4"))
 
 
-def test_the_live_service_is_tuned_only_by_the_flag(tmp_path: Path) -> None:
+def test_the_live_service_is_tuned_only_by_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job alone cannot experiment on users."""
+    monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path))
     spec = job(target={"app": "images", "live": {"guard": ["p95_ms <= 200"]}})
-    measurer = PlaitMeasurer(folder=tmp_path, root=tmp_path, compose=compose, may_be_live=False)
+    measurer = PlaitMeasurer(folder=tmp_path)
     with pytest.raises(JobRefused, match="--live"):
         measurer.check(spec)
-    measurer = PlaitMeasurer(folder=tmp_path, root=tmp_path, compose=compose, may_be_live=True)
+    measurer = PlaitMeasurer(folder=tmp_path, live=True)
     with pytest.raises(JobRefused, match="no plait serve of this user runs on port 8000"):
         measurer.check(spec)
     measurer.close()

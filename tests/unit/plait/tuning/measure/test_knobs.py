@@ -128,3 +128,7 @@ def test_settings_name_the_models_that_a_file_leaves_out() -> None:
     assert found["recommend", "models", "picks", "cn", "knobs", "window"] == 2
     assert found["recommend", "models", "picks", "folder"] == str(config.ranking_models["picks"].folder)
     assert found["images", "knobs", "threads"] == 1
+    applied = apply_knobs(config, {"cn-picks.window": 2, "controlnet-edges.threads": 1})
+    assert applied.ranking_models.keys() == config.ranking_models.keys()
+    assert applied.images.resolved_controlnets().keys() == config.images.resolved_controlnets().keys()
+    assert (applied.ranking_models["picks"].cn.knobs.window, applied.images.controlnets["edges"].threads) == (2, 1)

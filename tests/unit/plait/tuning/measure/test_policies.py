@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits, SloTarget
-from plait.tuning.measure.failures import Evidence, of_load, of_start
+from plait.tuning.measure.failures import of_load, of_start
 from plait.tuning.measure.load import LoadResult
 from plait.tuning.measure.trial import worst_metrics
 from plait.tuning.measure.usage import gpu_memory_bytes
@@ -127,20 +127,20 @@ def test_failures_under_load_are_told_apart() -> None:
     """Death by memory, death, a guard, time, the generator's own fault, silence; a measurement is none of these."""
     good = {"goodput_per_s": 1.0}
     cases = [
-        (LoadResult(metrics=good), Evidence(died=("engine",), oom_kills=1), FailureKind.OUT_OF_MEMORY),
-        (LoadResult(metrics=good), Evidence(died=("engine",), log="MemoryError"), FailureKind.OUT_OF_MEMORY),
-        (LoadResult(metrics=good), Evidence(died=("engine",), log="some room"), FailureKind.CRASH),
-        (LoadResult(metrics=good, ended_early="guard: p95", guarded=True), Evidence(), FailureKind.TIME_OUT),
-        (LoadResult(metrics=good, ended_early="guard: 5 requests failed", guarded=True), Evidence(), FailureKind.CRASH),
-        (LoadResult(metrics=good, timed_out=True), Evidence(), FailureKind.TIME_OUT),
-        (LoadResult(metrics=good, invalid="requests left late"), Evidence(), FailureKind.INVALID),
-        (LoadResult(metrics={}, errors={"connect": 3}), Evidence(), FailureKind.CRASH),
-        (LoadResult(metrics={}, errors={"interrupted": 3}), Evidence(), FailureKind.TIME_OUT),
+        (LoadResult(metrics=good), {"died": ("engine",), "oom_kills": 1}, FailureKind.OUT_OF_MEMORY),
+        (LoadResult(metrics=good), {"died": ("engine",), "log": "MemoryError"}, FailureKind.OUT_OF_MEMORY),
+        (LoadResult(metrics=good), {"died": ("engine",), "log": "some room"}, FailureKind.CRASH),
+        (LoadResult(metrics=good, ended_early="guard: p95", guarded=True), {}, FailureKind.TIME_OUT),
+        (LoadResult(metrics=good, ended_early="guard: 5 requests failed", guarded=True), {}, FailureKind.CRASH),
+        (LoadResult(metrics=good, timed_out=True), {}, FailureKind.TIME_OUT),
+        (LoadResult(metrics=good, invalid="requests left late"), {}, FailureKind.INVALID),
+        (LoadResult(metrics={}, errors={"connect": 3}), {}, FailureKind.CRASH),
+        (LoadResult(metrics={}, errors={"interrupted": 3}), {}, FailureKind.TIME_OUT),
     ]
     for loaded, evidence, kind in cases:
-        outcome = of_load(loaded, evidence)
+        outcome = of_load(loaded, **evidence)
         assert outcome.failure is kind
-    assert of_load(LoadResult(metrics=good), Evidence(oom_kills=1)) is None
+    assert of_load(LoadResult(metrics=good), oom_kills=1) is None
 
 
 def test_of_several_scenarios_the_worst_counts() -> None:

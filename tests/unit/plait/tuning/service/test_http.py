@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
-from fakes.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in, never
+from fakes.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in
 from plait.config import ServedConfig, ServerSection, TuningSection
 from plait.tuning.service.http import MAX_JOB_BYTES, tuning_router
 from plait.tuning.service.job_queue import MAX_DEATHS
@@ -60,7 +60,7 @@ def at_work(desk):
 
     def work():
         while not done.is_set():
-            if not desk.work_once(done.is_set):
+            if not desk.work_once():
                 done.wait(0.01)
 
     thread = threading.Thread(target=work)
@@ -103,7 +103,7 @@ def test_a_job_is_taken_worked_on_and_told(desk, client):
     assert answer.headers["location"] == f"{URL}/{job['id']}"
     assert (job["object"], job["status"], job["tenant"]) == ("tuning.job", "queued", "ops")
     assert "Not begun" in client.get(f"{URL}/{job['id']}/report", headers=BOSS).text
-    assert desk.work_once(never)
+    assert desk.work_once()
     found = client.get(f"{URL}/{job['id']}", headers=BOSS).json()
     assert found["status"] == "finished"
     assert found["trials"] == {"done": 2, "budget": 2}
@@ -157,7 +157,7 @@ def test_events_tell_every_measurement_once_and_then_the_end(desk, client):
 def test_a_client_that_comes_back_gets_what_it_missed(desk, client):
     """``last-event-id`` is where it goes on; one that is not ours is as good as none."""
     job_id = started(client)
-    desk.work_once(never)
+    desk.work_once()
     for known, first in (("3", "4"), ("x", "1"), (str(len(KINDS)), None)):
         text = client.get(f"{URL}/{job_id}/events", headers={**BOSS, "last-event-id": known}).text
         measured = [number for name, number, _ in events_of(text) if name == "tuning_job.measured"]
@@ -172,7 +172,7 @@ def test_a_waiting_job_is_cancelled_at_once(desk, client):
     """It never starts; cancelling it again is a conflict."""
     job_id = started(client)
     assert client.post(f"{URL}/{job_id}/cancel", headers=BOSS).json()["status"] == "cancelled"
-    assert not desk.work_once(never)
+    assert not desk.work_once()
     answer = client.post(f"{URL}/{job_id}/cancel", headers=BOSS)
     assert error_of(answer) == (409, "job_is_over", None)
     assert answer.headers["x-should-retry"] == "false"
@@ -319,8 +319,8 @@ def test_a_live_job_runs_where_the_server_allows_it(tmp_path):
     client = client_of(desk)
     live = started(client, job_text(budget={"trials": 1}, target={"live": {"guard": ["p99_ms <= 999"]}}))
     plain = started(client)
-    assert desk.work_once(never)
-    assert desk.work_once(never)
+    assert desk.work_once()
+    assert desk.work_once()
     assert runner.started == [(live, True), (plain, False)]
 
 
@@ -363,15 +363,20 @@ def test_the_same_token_is_the_same_job(desk):
 
 
 def test_a_new_desk_goes_on_where_a_killed_one_stopped(tmp_path):
-    """A job whose process died is started again, also by another desk, and loses no measurement; then the next one."""
-    first = desk_in(tmp_path, Threads(deaths=1))
+    """A job whose process or desk died is started again, by whatever desk there is; then the next one."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    first = desk_in(tmp_path, killed)
     one, two = first.submit(SHORT, "ops", "1")["id"], first.submit(SHORT, "ops", "2")["id"]
-    first.work_once(never)
+    with pytest.raises(KeyboardInterrupt):
+        first.work_once()
     assert first.job(one)["status"] == "queued"
-    second = desk_in(tmp_path, Threads())
-    assert second.work_once(never)
-    assert second.work_once(never)
-    assert not second.work_once(never)
+    second = desk_in(tmp_path, Threads(deaths=MAX_DEATHS - 1))
+    assert second.work_once()
+    assert second.work_once()
+    assert not second.work_once()
     assert [second.job(each)["status"] for each in (one, two)] == ["finished", "finished"]
 
 
@@ -379,8 +384,8 @@ def test_a_job_that_only_dies_is_given_up(tmp_path):
     """After three deaths without a measurement, with the exit code; the next job runs."""
     desk = desk_in(tmp_path, Threads(deaths=MAX_DEATHS))
     one, two = desk.submit(SHORT, "ops", "1")["id"], desk.submit(SHORT, "ops", "2")["id"]
-    for _ in range(MAX_DEATHS + 1):
-        assert desk.work_once(never)
+    assert desk.work_once()
+    assert desk.work_once()
     job = desk.job(one)
     assert job["status"] == "failed"
     assert "ended 3 times without a measurement (exit code -9)" in job["reason"]
@@ -392,11 +397,11 @@ def test_a_job_that_can_not_be_measured_fails_with_its_reason(tmp_path):
     runner = Threads(knobs=["engine.replicas"])
     desk = desk_in(tmp_path, runner)
     job_id = desk.submit(SHORT, "ops", "1")["id"]
-    assert desk.work_once(never)
+    assert desk.work_once()
     assert "there is no knob" in desk.job(job_id)["reason"]
     assert desk.job(job_id)["status"] == "failed"
     (tmp_path / job_id / "ended.json").unlink()
-    assert desk_in(tmp_path, runner).work_once(never)
+    assert desk_in(tmp_path, runner).work_once()
     assert desk.job(job_id)["status"] == "failed"
     assert len(runner.started) == 1
 
@@ -409,18 +414,9 @@ def test_a_damaged_job_hides_no_other(tmp_path):
     again = desk_in(tmp_path, Threads())
     assert {each["id"]: each["status"] for each in again.jobs()} == {bad: "failed", good: "queued"}
     assert error_of(client_of(again).get(f"{URL}/{bad}", headers=BOSS))[:2] == (500, "job_unreadable")
-    assert again.work_once(never)
-    assert again.work_once(never)
+    assert again.work_once()
+    assert again.work_once()
     assert again.job(good)["status"] == "finished"
-
-
-def test_a_desk_that_stops_leaves_its_job_for_the_next(tmp_path):
-    """The job's process is asked to end, and the job is not over."""
-    desk = desk_in(tmp_path, Threads(seconds=0.2))
-    job_id = desk.submit(job_text(budget={"trials": 50}), "ops", "1")["id"]
-    with at_work(desk):
-        wait_for(lambda: len(desk.job(job_id)["state"]["rows"]) > 1)
-    assert desk.job(job_id)["status"] == "queued"
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
