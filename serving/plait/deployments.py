@@ -34,7 +34,7 @@ from plait_serving.ranking.config import (
     ShardsSection,
     shard_role,
 )
-from plait_serving.sections import Replicas, Section
+from plait_serving.sections import Replicas, Role, Section
 from plait_serving.starter.words import image_words, ranking_words
 
 if TYPE_CHECKING:
@@ -178,20 +178,13 @@ def http_settings(
     """Return the settings of the HTTP side; called in the ingress replica, where its imports belong. `words`: what
     reads the words that a model knows."""
     from plait_serving.http.context import HttpSettings
-    from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
-    from plait_serving.http.edge.tenants import TenantLimits
+    from plait_serving.http.edge.auth import ANYONE, Principal
     from plait_serving.starter.preprocess import PREPROCESSORS
 
-    without_key = Principal(tenant=ANYONE.tenant, role=Role.USER)
-    keys = tuple(
-        ApiKey(sha256=key.sha256, principal=Principal(tenant=key.tenant, role=Role(key.role)))
-        for key in server.api_keys
-    )
-    tenants = {name: TenantLimits(**section.model_dump()) for name, section in server.tenants.items()}
     return HttpSettings(
-        api_keys=keys,
-        tenants=tenants,
-        anyone=without_key if server.is_open else ANYONE,
+        api_keys=server.api_keys,
+        tenants=server.tenants,
+        anyone=Principal(tenant=ANYONE.tenant, role=Role.USER) if server.is_open else ANYONE,
         allowed_hosts=server.answered_hosts,
         allowed_origins=server.allowed_origins,
         trusted_proxies=server.trusted_proxies,
