@@ -6,7 +6,6 @@
 
 # No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 from ray import serve
 
 from plait.config import ServedConfig
-from plait.deployments import INGRESS, Deployment, HandleOf, deployments
+from plait.deployments import Deployment, HandleOf, deployments
 from plait.gpu_shares import running_cluster, with_gpus
+from plait_serving.deployments import INGRESS
 from plait_serving.deployments.lazy import LAZY
 from plait_serving.deployments.node_class_handle import PlacedHandle
 from plait_serving.deployments.ray_internals import set_version
@@ -98,6 +98,4 @@ def _with_handles(value: Any, handles: Mapping[str, Any]) -> Any:
         return {key: _with_handles(it, handles) for key, it in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_with_handles(it, handles) for it in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{it.name: _with_handles(getattr(value, it.name), handles) for it in fields(value)})
     return value

@@ -21,38 +21,8 @@ from plait_deploy.kuberay.options import DeploySection
 from plait_loadtest import strict_yaml
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection, RankModelSection
-from plait_serving.sections import FolderPath, Section
+from plait_serving.sections import ApiKey, FolderPath, Role, Section, TenantLimits, TenantName
 from plait_serving.spelling import choice_hint, fields_at, hint, told_once
-
-TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-
-
-def _sha256(text: str) -> str:
-    """Check a key's sum. Raises ValueError that says how to make one."""
-    if re.fullmatch("[0-9a-f]{64}", text) is None:
-        raise ValueError("must be the key's SHA-256, 64 hexadecimal digits: printf %s KEY | sha256sum")
-    return text
-
-
-class ApiKeySection(Section):
-    """A key that requests may carry as `Authorization: Bearer`. Only its SHA-256 is stored."""
-
-    sha256: Annotated[str, AfterValidator(_sha256)]
-    tenant: TenantName = "default"
-    role: Literal["user", "admin"] = "user"
-
-
-class TenantSection(Section):
-    """What one tenant may ask for, over all its keys; unset: as much as the model allows."""
-
-    weight: Annotated[
-        float, Field(gt=0, le=1000, description="its share of the compute while others wait, relative to theirs")
-    ] = 1.0
-    requests_per_s: Annotated[float | None, Field(gt=0, description="of one ingress replica")] = None
-    max_pixels: Annotated[int | None, Field(ge=1, description="of an image")] = None
-    max_steps: Annotated[int | None, Field(ge=1)] = None
-    max_images: Annotated[int | None, Field(ge=1, description="of a request")] = None
-    queued_s: Annotated[float | None, Field(gt=0, description="predicted compute-seconds that may wait")] = None
 
 
 def _own_host(text: str) -> str:
@@ -121,8 +91,8 @@ class ServerSection(Section):
     a1111_api: Annotated[
         bool, Field(description="whether clients of A1111's API (stable-diffusion-webui) are answered below /sdapi/v1")
     ] = False
-    api_keys: tuple[ApiKeySection, ...] = ()
-    tenants: dict[TenantName, TenantSection] = Field(
+    api_keys: tuple[ApiKey, ...] = ()
+    tenants: dict[TenantName, TenantLimits] = Field(
         default_factory=dict, description="shares and limits by tenant; without keys there is one, 'default'"
     )
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
@@ -184,7 +154,7 @@ class ServerSection(Section):
     @property
     def has_admin(self) -> bool:
         """Whether anyone may use the routes of admins. Without keys, who is on this machine may."""
-        return any(key.role == "admin" for key in self.api_keys) if self.api_keys else self.is_loopback
+        return any(key.role is Role.ADMIN for key in self.api_keys) if self.api_keys else self.is_loopback
 
 
 VERSION = 1

@@ -22,8 +22,9 @@ from plait.config import ServedConfig, ServerSection
 from plait.targets import call
 from plait_deploy.placement.demands import Reservation
 from plait_serving.cores import capped
+from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE, INGRESS, worker_name
 from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
-from plait_serving.deployments.ranking.package_source import PackageSource, RankModel, RankSource
+from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.images.config import ControlNetSection, ImagesSection, ResultsSection
 from plait_serving.ranking.config import (
@@ -34,15 +35,12 @@ from plait_serving.ranking.config import (
     ShardsSection,
     shard_role,
 )
-from plait_serving.sections import Replicas, Section
+from plait_serving.sections import Replicas, Role, Section
 from plait_serving.starter.words import image_words, ranking_words
 
 if TYPE_CHECKING:
     from plait_serving.deployments.direct import Direct
     from plait_serving.http.context import HttpSettings
-
-INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
-"""The names of the deployments in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
 
 INGRESS_CPUS, MODEL_CPUS, WORKER_CPUS = 0.1, 0.4, 0.2
 """Logical CPUs that Ray counts for a replica of the ingress, of a model for images and of one that ranks without
@@ -103,49 +101,38 @@ class Deployment(Reservation):
         }
 
 
-def deployments(
-    config: ServedConfig, *, engine: EngineSource | None = None, ranking: Mapping[str, RankSource] | None = None
-) -> tuple[Deployment, ...]:
-    """Return the table; each row calls only rows below it. `engine`, and `ranking` by model name: other sources of
-    models than the sections (tests supply their own)."""
+def deployments(config: ServedConfig, *, engine: EngineSource | None = None) -> tuple[Deployment, ...]:
+    """Return the table; each row calls only rows below it. `engine`: another source of base models than the section
+    (tests supply their own)."""
     server, images = config.server, config.images
     rows: list[Deployment] = []
     if images is not None:
         own = images.model_copy(update={"device": device_of(images.device, images.num_gpus)})
         rows += _of_images(images, server, engine or ImagesSource.for_replicas(own))
-    models: dict[str, RankModel] = {}
     for name, section in config.ranking_models.items():
-        parts = list(_of_model(name, section, server, (ranking or {}).get(name)))
-        rows += parts
-        entry, *behind = (HandleOf(name=it.name) for it in parts)
-        source = (ranking or {}).get(name) or PackageSource(section.folder)
-        hns = behind.pop(0) if behind else None
-        models[name] = RankModel(source=source, workers=entry, hns=hns, shards=tuple(behind))
-    return (_ingress(config, rows, models), *rows)
+        rows += _of_model(name, section, server)
+    return (_ingress(config, rows), *rows)
 
 
-def _ingress(config: ServedConfig, rows: Sequence[Deployment], models: Mapping[str, RankModel]) -> Deployment:
+def _ingress(config: ServedConfig, rows: Sequence[Deployment]) -> Deployment:
     server, images, tuning = config.server, config.images, config.tuning
-    handles = {row.name: HandleOf(name=row.name) for row in rows}
     served = config.model_dump(mode="json", include={"server", "images", "recommend"})
     return Deployment(
         name=INGRESS,
         target="plait_serving.deployments.ingress:Ingress",
         args={
-            "engine": handles.get(ENGINE),
+            "handles": {row.name: HandleOf(name=row.name) for row in rows},
             "settings": partial(
                 http_settings,
                 server=ServerSection(**server.model_dump(exclude=_NOT_HTTP)),
                 words=starter_words(config),
                 results=None if images is None or images.results is None else _whole(images.results),
             ),
-            "ranking": models,
-            "controlnets": [it for name, it in handles.items() if name.startswith(CONTROLNET_PREFIX)],
+            "ranking": {name: PackageSource(section.folder) for name, section in config.ranking_models.items()},
             "routers": partial(call, "plait.tuning.service.http:tuning_routers", tuning=_whole(tuning))
             if tuning.enabled
             else None,
             "direct": _direct(server),
-            "behind": handles,
         },
         knobs={"config": served} if tuning.enabled else None,
         num_cpus=INGRESS_CPUS,
@@ -178,20 +165,13 @@ def http_settings(
     """Return the settings of the HTTP side; called in the ingress replica, where its imports belong. `words`: what
     reads the words that a model knows."""
     from plait_serving.http.context import HttpSettings
-    from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
-    from plait_serving.http.edge.tenants import TenantLimits
+    from plait_serving.http.edge.auth import ANYONE, Principal
     from plait_serving.starter.preprocess import PREPROCESSORS
 
-    without_key = Principal(tenant=ANYONE.tenant, role=Role.USER)
-    keys = tuple(
-        ApiKey(sha256=key.sha256, principal=Principal(tenant=key.tenant, role=Role(key.role)))
-        for key in server.api_keys
-    )
-    tenants = {name: TenantLimits(**section.model_dump()) for name, section in server.tenants.items()}
     return HttpSettings(
-        api_keys=keys,
-        tenants=tenants,
-        anyone=without_key if server.is_open else ANYONE,
+        api_keys=server.api_keys,
+        tenants=server.tenants,
+        anyone=Principal(tenant=ANYONE.tenant, role=Role.USER) if server.is_open else ANYONE,
         allowed_hosts=server.answered_hosts,
         allowed_origins=server.allowed_origins,
         trusted_proxies=server.trusted_proxies,
@@ -265,11 +245,8 @@ def _of_images(images: ImagesSection, server: ServerSection, source: EngineSourc
         )
 
 
-def _of_model(
-    name: str, section: RankModelSection, server: ServerSection, given: RankSource | None
-) -> Iterator[Deployment]:
-    """Yield the rows of a recommendation model: the one that the ingress calls first, then HNs, then shards."""
-    sparse = given or PackageSource(section.folder)
+def _of_model(name: str, section: RankModelSection, server: ServerSection) -> Iterator[Deployment]:
+    """Yield the rows of a recommendation model."""
     held = section.cn.shard_section
     dealt = None if held is None else {"shards": held.count, "memory_bytes": held.memory_bytes}
     shards = [shard_role(number) for number in range(held.count)] if held is not None else []
@@ -277,10 +254,10 @@ def _of_model(
     for part_name, part in section.parts.items():
         role: RankRole = "shard" if isinstance(part, ShardsSection) else part_name  # type: ignore[assignment]
         more: dict[str, Any] = {}
-        source = sparse
+        source = PackageSource(section.folder)
         if isinstance(part, HnSection):
             device = device_of("auto", part.num_gpus)
-            source = given or PackageSource(section.folder, device=device, executor=section.executor)
+            source = PackageSource(section.folder, device=device, executor=section.executor)
         if role == "cn":
             more["hns"] = HandleOf(name=worker_name(name, "hn"))
             if shards:
@@ -331,11 +308,6 @@ def device_of(device: str, num_gpus: float | None) -> str:
     """Return where a replica runs: without a part of a GPU on the CPU, unless a device is named. Ray does not hide GPUs
     from it."""
     return "cpu" if device == "auto" and not num_gpus else device
-
-
-def worker_name(model: str, role: str) -> str:
-    """Return the name of the deployment of a recommendation model's workers with this role: cn, hn or whole."""
-    return f"{role}-{model}"
 
 
 def finishing(rows: Sequence[Deployment]) -> tuple[str, ...]:

@@ -1,7 +1,10 @@
-"""What all sections of plait.yaml have in common, whatever workload they configure; names, in requests too."""
+"""What all sections of plait.yaml have in common, whatever workload they configure: names, in requests too, replicas,
+and who may ask for what."""
 
 from __future__ import annotations
 
+import re
+from enum import StrEnum
 from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Self
@@ -47,6 +50,7 @@ FolderPath = Annotated[Path, AfterValidator(_absolute)]
 Name = Annotated[str, AfterValidator(checked_name)]
 ServedName = Annotated[str, AfterValidator(_served_name)]
 """Of a LoRA, or of a base model that may lie in a folder."""
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 GpuShare = Annotated[
     float | None,
     Field(ge=0, description="GPUs of a replica; 0: it runs on the CPU; unset: fitted to those that there are"),
@@ -57,6 +61,41 @@ class Section(BaseModel):
     """A frozen part of the configuration; unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Role(StrEnum):
+    """What a key may do. An admin may do everything that a user may."""
+
+    USER = "user"
+    ADMIN = "admin"
+
+
+def _sha256(text: str) -> str:
+    """Check a key's sum. Raises ValueError that says how to make one."""
+    if re.fullmatch("[0-9a-f]{64}", text) is None:
+        raise ValueError("must be the key's SHA-256, 64 hexadecimal digits: printf %s KEY | sha256sum")
+    return text
+
+
+class ApiKey(Section):
+    """A key that requests may carry as `Authorization: Bearer`. Only its SHA-256 is stored."""
+
+    sha256: Annotated[str, AfterValidator(_sha256)]
+    tenant: TenantName = "default"
+    role: Role = Role.USER
+
+
+class TenantLimits(Section):
+    """What one tenant may ask for, over all its keys; unset: as much as the model allows."""
+
+    weight: Annotated[
+        float, Field(gt=0, le=1000, description="its share of the compute while others wait, relative to theirs")
+    ] = 1.0
+    requests_per_s: Annotated[float | None, Field(gt=0, description="of one ingress replica")] = None
+    max_pixels: Annotated[int | None, Field(ge=1, description="of an image")] = None
+    max_steps: Annotated[int | None, Field(ge=1)] = None
+    max_images: Annotated[int | None, Field(ge=1, description="of a request")] = None
+    queued_s: Annotated[float | None, Field(gt=0, description="predicted compute-seconds that may wait")] = None
 
 
 class Replicas(Section):

@@ -11,7 +11,7 @@ import torch
 from plait_disagg.errors import DeadlinePassed
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import ServedRanker
 
 FAKE_CARD = ModelCard(
     name="picks",

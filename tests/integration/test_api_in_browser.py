@@ -8,12 +8,13 @@ from fakes.images import FakeImageService
 from fakes.ranking import fake_rankers
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.ranking.local import LocalRankingService
+from plait_serving.sections import Role
 from plait_serving.starter.preprocess import PREPROCESSORS
 from support.app_server import AppServer
 from support.browser import needs_browser, window
 from support.http_app import png
+from support.keys import api_key
 from support.waiting import wait_for
 
 __all__ = ["window"]
@@ -94,7 +95,7 @@ def test_a_page_of_another_origin_is_answered_if_it_is_allowed(window):
     service = FakeImageService()
     allowed, stranger = AppServer(other_page), AppServer(other_page)
     settings = HttpSettings(
-        api_keys=(ApiKey.from_secret(KEY, tenant="a", role=Role.USER),),
+        api_keys=(api_key(KEY, tenant="a", role=Role.USER),),
         allowed_origins=(f"http://127.0.0.1:{allowed.port}",),
     )
     server = AppServer(create_app(service, settings))

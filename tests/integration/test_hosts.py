@@ -22,10 +22,11 @@ import pytest
 import yaml
 
 from plait.config import PlaitConfig
-from plait.deployments import INGRESS, deployments
+from plait.deployments import deployments
 from plait.offline.manifests import serve_application
 from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL
 from plait_deploy.serve import render_serve
+from plait_serving.deployments import INGRESS
 from support import refresh as refresh_kit
 from support.cluster import TESTS
 from support.fabric_hosts import Hosts, hosts, said, tell

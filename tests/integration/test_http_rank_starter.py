@@ -16,8 +16,7 @@ from plait_kernels.executors import background
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, STARTER_RANKING_MODEL
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from support.dense import programs_win
 from support.http_rank import as_json, outputs_of
 

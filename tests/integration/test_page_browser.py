@@ -23,17 +23,17 @@ from plait_serving.diffusion.request_terms import RequestTerms, SamplerChoice
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey
-from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.images.config import ResultsSection
 from plait_serving.images.service import LoraCard
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.replica_metrics import ReplicaMetrics, family
+from plait_serving.sections import TenantLimits
 from plait_serving.starter.preprocess import PREPROCESSORS
 from plait_serving.starter.words import image_words
 from support.app_server import AppServer
 from support.browser import needs_browser, window
 from support.http_app import b64, png
+from support.keys import api_key
 from support.names import ODD_NAMES
 from support.waiting import wait_for
 
@@ -569,7 +569,7 @@ def test_what_cannot_be_done_is_said(window):
 
 def test_a_server_with_keys_asks_for_one(window):
     """Once for all questions, and again if it is wrong; it is kept for the tab and never shown in a snippet."""
-    settings = HttpSettings(api_keys=(ApiKey.from_secret(SECRET, tenant="acme"),))
+    settings = HttpSettings(api_keys=(api_key(SECRET, tenant="acme"),))
     with Desk(window, settings=settings) as desk:
         page = desk.page
         page.wait("return document.querySelector('#key-dialog').open")
@@ -621,7 +621,7 @@ def test_nothing_stands_in_the_way_of_anybody(window, width, dark):
 
 def test_the_documentation_opens_and_asks_with_the_key(window):
     """Offline, under its policy, in both shades; the page's key goes along."""
-    settings = HttpSettings(api_keys=(ApiKey.from_secret(SECRET, tenant="acme"),))
+    settings = HttpSettings(api_keys=(api_key(SECRET, tenant="acme"),))
     with Desk(window, settings=settings, path="docs") as desk:
         desk.page.run("sessionStorage.setItem('plait.key', args[0])", SECRET)
         desk.page.open(desk.url + "docs")

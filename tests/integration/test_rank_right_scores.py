@@ -28,8 +28,7 @@ from plait_disagg.workers.whole import WholeRanker
 from plait_kernels.executors import background
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from support.dense import programs_win
 from support.http_rank import as_json, outputs_of
 from support.rank_fabric import QUICK, Rig

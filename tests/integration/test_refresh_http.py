@@ -17,28 +17,28 @@ from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey, Role
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
+from plait_serving.sections import Role
 from support import refresh as kit
 from support.app_server import AppServer
 from support.asking import ask
 from support.http_rank import as_json
+from support.keys import api_key
 from support.rank_fabric import Rig
 
 FILE = Path(kit.__file__)
-KEYS = (ApiKey.from_secret("boss", tenant="t", role=Role.ADMIN), ApiKey.from_secret("guest", tenant="t"))
+KEYS = (api_key("boss", tenant="t", role=Role.ADMIN), api_key("guest", tenant="t"))
 
 
 class Local:
-    """A `Refreshes` whose workers are in this process."""
+    """Publishes to workers in this process."""
 
     def __init__(self, package: Package, workers: kit.RoleWorkersInProcess) -> None:
         self._package, self._workers = package, workers
         self.error: Exception | None = None
 
     async def refresh(self, update: Path) -> str:
-        """See `Refreshes`."""
+        """See `ServedRanker`."""
         if self.error is not None:
             raise self.error
         return await asyncio.to_thread(publish, self._package, update, (self._workers,))
@@ -51,7 +51,7 @@ class Server:
         self.whole = kit.Whole(rig, folder)
         self.refreshes = Local(self.whole.package, self.whole.workers)
         models = {
-            "parts": ServedRanker(ranker=self.whole.ranker, refreshes=self.refreshes),
+            "parts": ServedRanker(ranker=self.whole.ranker, refresh=self.refreshes.refresh),
             "still": ServedRanker(ranker=self.whole.ranker),
         }
         self.http = AppServer(create_app(None, HttpSettings(api_keys=KEYS), ranking=LocalRankingService(models)))

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from fakes import ranking_model as kit
-from fakes.rank_source import TinySource
 from plait.app import AppArgs, bind
 from plait.config import ServerSection
-from plait.deployments import INGRESS, deployments
+from plait.deployments import deployments
 from plait.server.ports import hold_port
 from plait.tuning.measure.usage import replica_pids
 from plait_disagg.errors import WorkerUnavailable
@@ -28,9 +26,10 @@ from plait_disagg.package.manifest import TABLES
 from plait_disagg.values import RankRequest
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric.rpc.replicas import NoReplica, Replica
+from plait_serving.deployments import INGRESS
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
 from plait_serving.deployments.ranking.worker import ServeRanker
-from plait_serving.ranking.config import CnSection, RankingSection, RankModelSection
+from plait_serving.ranking.config import CnKnobs, CnSection, RankingSection, RankModelSection
 from support import refresh as refresh_kit
 from support.asking import Answer, ask
 from support.cluster import SharedServe
@@ -57,8 +56,7 @@ class Deployed:
 
     def deploy(self, args: AppArgs) -> None:
         """As a server does: what is bound as before is kept."""
-        rows = deployments(args, ranking={"tiny": TinySource(slow_s=0.02), "small": TinySource()})
-        self.serve.run(bind(rows, salt="rank"), name="rank", route_prefix="/")
+        self.serve.run(bind(deployments(args), salt="rank"), name="rank", route_prefix="/")
 
     def handle(self, deployment: str) -> Any:
         """Serve's."""
@@ -111,11 +109,13 @@ class Deployed:
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe) -> Iterator[Deployed]:
     """The application on the session's Ray."""
-    folder = tmp_path_factory.mktemp("unused")
+    folder = tmp_path_factory.mktemp("packages")
     parts = refresh_kit.packaged(folder / "parts")
+    tiny, small = (refresh_kit.copied(parts, folder / name) for name in ("tiny", "small"))
+    slow = CnSection(knobs=CnKnobs(batch_wait_ms=50.0))
     models = {
-        "tiny": RankModelSection(folder=folder),
-        "small": RankModelSection(folder=folder, mode="whole"),
+        "tiny": RankModelSection(folder=tiny, executor="torch", cn=slow),
+        "small": RankModelSection(folder=small, executor="torch", mode="whole"),
         "parts": RankModelSection(folder=parts.folder, cn=CnSection(shards=2)),
     }
     held = hold_port("127.0.0.1", 0)
@@ -136,11 +136,11 @@ def _scores(answer: Answer) -> torch.Tensor:
 
 async def test_all_ways_to_serve_rank_alike(deployed: Deployed) -> None:
     """Over HTTP and over the workers' own door: whole, cut, and with shards, which give the bits of one process."""
-    request = kit.request(3, 4)
-    expected = kit.expected(request)["score"]
+    request = refresh_kit.request(deployed.parts, 3, 4)
+    expected = refresh_kit.scores(deployed.parts, request)
     for model, role in (("tiny", "cn"), ("small", "whole")):
         ranker = await deployed.ranker(model, role)
-        assert (ranker.card.name, ranker.card.inputs) == (model, kit.INPUTS)
+        assert (ranker.card.name, ranker.card.inputs) == (model, refresh_kit.INPUTS)
         assert torch.equal((await ranker.rank(request)).outputs["score"], expected)
         await ranker.close(drain_s=1)
         answer = await asyncio.to_thread(deployed.infer, request, model)
@@ -167,22 +167,22 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
     are answered."""
     ranker = await deployed.ranker()
     (old,) = deployed.replicas(f"{role}-tiny")
-    asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(50)]
+    asked = [asyncio.ensure_future(ranker.rank(refresh_kit.request(deployed.parts, seed))) for seed in range(50)]
     await asyncio.sleep(0.03)
     os.kill(old.pid, signal.SIGKILL)
     outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert all(isinstance(error, WorkerUnavailable) for error in errors), errors
     await asyncio.to_thread(wait_for, lambda: any(it.pid != old.pid for it in deployed.replicas(f"{role}-tiny")))
-    until_s = time.monotonic() + PATIENCE_S
+    until_s, later = time.monotonic() + PATIENCE_S, refresh_kit.request(deployed.parts, 7)
     while True:
         try:
-            answer = await ranker.rank(kit.request(7))
+            answer = await ranker.rank(later)
             break
         except WorkerUnavailable:
             assert time.monotonic() < until_s, "the model never came back"
             await asyncio.sleep(0.2)
-    torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(7))["score"])
+    torch.testing.assert_close(answer.outputs["score"], refresh_kit.scores(deployed.parts, later))
     await ranker.close(drain_s=1)
     await asyncio.to_thread(wait_for, lambda: deployed.answers("/health"))
 
@@ -250,14 +250,12 @@ async def test_an_update_reaches_all_workers_of_a_model_together(deployed: Deplo
     assert [answer.version for answer in answers] == sorted(answer.version for answer in answers)
     for answer in answers:
         assert torch.equal(answer.outputs["score"], scores[answer.version])
-    refused = deployed.ask("/v2/repository/models/tiny/load", body)
-    assert (refused.status, "no package" in refused.json()["error"]) == (503, True)
     await ranker.close(drain_s=1)
 
 
 def test_replicas_that_are_added_in_place_get_their_share(deployed: Deployed) -> None:
     """Nothing restarts, and once clients know of them each CN and each HN has at least two in five of 300 rankings."""
-    request = kit.request(3, 4)
+    request = refresh_kit.request(deployed.parts, 3, 4)
     body = as_json(request.tensors)
     counters = {"cn-tiny": "requests_total", "hn-tiny": "rows_total"}
 

@@ -23,10 +23,9 @@ from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import Role
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
+from plait_serving.sections import Role
 from support import refresh as kit
 from support.loras import tiny_lora_file
 from support.rank_fabric import Rig
@@ -129,23 +128,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return kit.packaged(tmp_path_factory.mktemp("registered") / "parts")
 
 
-class _Publisher:
-    """`Refreshes` with workers in this process."""
-
-    def __init__(self, whole: kit.Whole) -> None:
-        self._whole = whole
-
-    async def refresh(self, update: Path) -> str:
-        """See `Refreshes`."""
-        return await self._whole.publish(update)
-
-
 @pytest.fixture
 def refreshed(template: Package, tmp_path: Path) -> Iterator[TestClient]:
     """A server with a real model that can be refreshed."""
     with Rig() as rig:
         whole = kit.Whole(rig, kit.copied(template, tmp_path / "parts"))
-        models = {"parts": ServedRanker(ranker=whole.ranker, refreshes=_Publisher(whole))}
+        models = {"parts": ServedRanker(ranker=whole.ranker, refresh=whole.publish)}
         app = create_app(None, HttpSettings(), ranking=LocalRankingService(models))
         yield TestClient(app, raise_server_exceptions=False)
 

@@ -35,8 +35,7 @@ from plait_serving.deployments.fabric_endpoints import FABRIC
 from plait_serving.deployments.process import shorten_gil_interval
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 
 Dial = Callable[[frozenset[str]], ReplicaLink]
 

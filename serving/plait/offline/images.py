@@ -28,7 +28,7 @@ from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import EditBody, GenerationBody
-from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
+from plait_serving.images.codec import OutputFormat, encode_image
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
@@ -203,7 +203,6 @@ async def _made(
         request_id=f"cli_{secrets.token_hex(4)}",
         random_seed=random_seed(),
         preprocessors=preprocessors,
-        decode_limits=DecodeLimits(),
     )
     result = await finished(service, request, say)
     pictures: list[dict[str, Any]] = []

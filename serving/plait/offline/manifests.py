@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import PlaitConfig, TuningSection
-from plait.deployments import INGRESS, Deployment, deployments
+from plait.deployments import Deployment, deployments
 from plait.errors import ConfigError, told
 from plait.gpu_shares import pods_with_gpus, with_gpus
 from plait_deploy.serve import ServeApplication
+from plait_serving.deployments import INGRESS
 from plait_serving.diffusion.knobs import Placement
 
 

@@ -13,8 +13,7 @@ from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 
 
 @told(PackageError)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NoReturn, Self, TextIO
 
 from plait.config import TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
-from plait.deployments import ENGINE, Deployment, finishing
+from plait.deployments import Deployment, finishing
 from plait.errors import PlaitError, ServeError
 from plait.gpu_shares import placement_line, with_gpus
 from plait.server import processes
@@ -28,6 +28,7 @@ from plait.server.cluster import APP, Cluster
 from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
 from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root, write_config
+from plait_serving.deployments import ENGINE
 from plait_serving.deployments.process import LOG_PATH_VARIABLE
 
 _log = logging.getLogger(__name__)

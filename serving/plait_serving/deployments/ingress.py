@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.deployments.process import configure_logging, shorten_gil_interval
-from plait_serving.deployments.ranking.package_source import RankModel
+from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ray_internals import given_knobs, note, noted
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.desk import Desk, JobState
@@ -37,23 +38,20 @@ class Ingress:
 
     def __init__(
         self,
-        engine: Any,
+        handles: Mapping[str, Any],
         settings: Callable[[], HttpSettings],
-        ranking: Mapping[str, RankModel] | None = None,
+        ranking: Mapping[str, PackageSource] | None = None,
         *,
-        controlnets: Sequence[Any] = (),
         routers: Callable[[Mapping[str, Any]], Sequence[APIRouter]] | None = None,
         direct: Direct | None = None,
-        behind: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the ingress replica. `engine`: the base model's handle, or None. `ranking`: the ranking models by
-        name. `controlnets`: handles of the ControlNets' services, for their metrics. `routers`: makes, in the replica,
-        additional routes of other components, from its `user_config` as it is at any moment. `direct`: where the
-        ingress listens itself, beside Serve's proxy. `behind`: the handles of all deployments behind it by name, for
-        the gauges of nodes."""
+        """Create the ingress replica. `handles`: of all deployments behind it, by their names. `ranking`: the ranking
+        models by name. `routers`: makes, in the replica, additional routes of other components, from its `user_config`
+        as it is at any moment. `direct`: where the ingress listens itself, beside Serve's proxy."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
-        self._images = None if engine is None else HandleImageService(engine, controlnets)
+        controlnets = [it for name, it in handles.items() if name.startswith(CONTROLNET_PREFIX)]
+        self._images = HandleImageService(handles[ENGINE], controlnets) if ENGINE in handles else None
         self._settings = settings
         self._routers = routers
         self._ranking: LocalRankingService | None = None
@@ -61,11 +59,11 @@ class Ingress:
             with importing():
                 from plait_serving.deployments.ranking.service import RemoteRankingService
 
-            self._ranking = RemoteRankingService(ranking)
+            self._ranking = RemoteRankingService(ranking, handles)
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
         self._user_config = dict(given_knobs())
-        self._nodes = NodeGauges(behind or {})
+        self._nodes = NodeGauges(handles)
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(make=_handle_of_this_deployment)

@@ -17,16 +17,15 @@ from starlette.requests import Request
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.health import Health
 from plait_serving.http.desk import Desk
-from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
+from plait_serving.http.edge.auth import ANYONE, Principal
 from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.refusals import RecentRefusals
-from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.http.edge.turn_threads import TurnThreads
-from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.config import ResultsSection
 from plait_serving.images.results import ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.replica_metrics import Account, ReplicaMetrics
+from plait_serving.sections import ApiKey, TenantLimits
 
 if TYPE_CHECKING:
     from plait_serving.ranking.local import LocalRankingService  # which needs torch
@@ -56,7 +55,6 @@ class HttpSettings:
     max_bodies_bytes: int = 512 * 2**20  # a tenant alone may have half of it
     # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.
     max_infer_json_bytes: int = 8 * 2**20
-    decode_limits: DecodeLimits = field(default_factory=DecodeLimits)
     results: ResultsSection | None = None
     preprocessors: Preprocessors = field(default_factory=dict)
     # By model: what the numbers and words of its inputs mean, where that is known (`starter/words.py`).

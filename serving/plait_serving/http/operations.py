@@ -18,7 +18,7 @@ from plait_disagg.errors import RankError
 from plait_kernels.cores import instruction_set
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.http.context import ContextDep, RouteContext, installed_version
-from plait_serving.http.edge.auth import Principal, Role, principal
+from plait_serving.http.edge.auth import Principal, principal
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.replica_metrics import (
@@ -29,6 +29,7 @@ from plait_serving.replica_metrics import (
     tenant_families,
     this_process,
 )
+from plait_serving.sections import Role
 
 router = APIRouter(tags=["operations"])
 

@@ -12,7 +12,6 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
@@ -47,16 +46,11 @@ _SPACES = (b"\n", b"\r", b" ", b"\t")
 _BASE64_AT_ONCE = 1 << 20  # a multiple of 4; some 3 ms in which no other thread gets the interpreter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeLimits:
-    """What one image of a request may cost. 16 MP is four times the largest size that SDXL is used at."""
-
-    max_bytes: int = 20 * 2**20
-    max_pixels: int = 16_000_000
-    max_edge_px: int = 8192
+MAX_BYTES, MAX_PIXELS, MAX_EDGE_PX = 20 * 2**20, 16_000_000, 8192
+"""What one image of a request may cost. 16 MP is four times the largest size that SDXL is used at."""
 
 
-def decode_base64(text: str, *, param: str, limits: DecodeLimits) -> bytes:
+def decode_base64(text: str, *, param: str) -> bytes:
     """Decode plain base64 or a `data:image/...;base64,` URL. Raises `RequestError` naming `param`."""
     if text[:5].lower() == "data:":
         match = _DATA_URL.match(text)
@@ -65,14 +59,19 @@ def decode_base64(text: str, *, param: str, limits: DecodeLimits) -> bytes:
         text = text[match.end() :]
     elif "://" in text[:32]:
         raise RequestError("send the image itself as base64; URLs and paths are never opened", param=param)
-    if len(text) > limits.max_bytes * 4 // 3 + 4096:  # slack for line breaks and padding
-        raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
+    if len(text) > MAX_BYTES * 4 // 3 + 4096:  # slack for line breaks and padding
+        raise RequestError(f"the image is larger than {MAX_BYTES} bytes", param=param)
     try:
         raw = _decoded(text.encode("ascii"))
     except ValueError as error:
         raise RequestError("not valid base64", param=param) from error
-    if len(raw) > limits.max_bytes:
-        raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
+    return bounded(raw, param=param)
+
+
+def bounded(raw: bytes, *, param: str) -> bytes:
+    """Return the bytes of an image. Raises `RequestError` if there are too many."""
+    if len(raw) > MAX_BYTES:
+        raise RequestError(f"the image is larger than {MAX_BYTES} bytes", param=param)
     return raw
 
 
@@ -86,19 +85,19 @@ def _decoded(text: bytes) -> bytes:
     return b"".join(binascii.a2b_base64(part, strict_mode=True) for part in parts)
 
 
-def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper = "white") -> RgbImage:
+def decode_image(raw: bytes, *, param: str, paper: Paper = "white") -> RgbImage:
     """Decode the first frame of a PNG, JPEG or WebP to `uint8 (H, W, 3)`, upright, without its metadata.
 
     Transparent pixels are laid on `paper`; 16-bit grey is scaled to 8 bits. Raises `RequestError` naming `param`.
     """
-    with _opened(raw, param=param, limits=limits) as (image, orientation):
+    with _opened(raw, param=param) as (image, orientation):
         return np.array(_to_rgb(_upright(image, orientation), paper), dtype=np.uint8)
 
 
-def decode_layers(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[RgbImage, GreyImage | None]:
+def decode_layers(raw: bytes, *, param: str) -> tuple[RgbImage, GreyImage | None]:
     """Decode like `decode_image`, on white, and return how transparent the pixels are, too: `uint8 (H, W)`, 255 where
     nothing is seen of a pixel; None if no pixel is at least half transparent."""
-    with _opened(raw, param=param, limits=limits) as (pil_image, orientation):
+    with _opened(raw, param=param) as (pil_image, orientation):
         image = _upright(pil_image, orientation)
         rgb = np.array(_to_rgb(image, "white"), dtype=np.uint8)
         if image.mode.startswith("I") or not image.has_transparency_data:
@@ -107,27 +106,25 @@ def decode_layers(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[RgbI
         return rgb, clear if clear.max() >= 128 else None
 
 
-def decode_mask(raw: bytes, *, param: str, limits: DecodeLimits) -> GreyImage:
+def decode_mask(raw: bytes, *, param: str) -> GreyImage:
     """Decode a mask to `uint8 (H, W)`, 255 where an image is to be made anew: at its transparent pixels, which is
     OpenAI's rule; at its white ones if none is transparent, which is everybody else's."""
-    rgb, clear = decode_layers(raw, param=param, limits=limits)
+    rgb, clear = decode_layers(raw, param=param)
     return np.array(Image.fromarray(rgb).convert("L"), dtype=np.uint8) if clear is None else clear
 
 
-def image_size(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[int, int]:
+def image_size(raw: bytes, *, param: str) -> tuple[int, int]:
     """Return width and height of an image, upright, without decoding a pixel. Raises like `decode_image`."""
-    with _opened(raw, param=param, limits=limits) as (image, orientation):
+    with _opened(raw, param=param) as (image, orientation):
         width, height = image.size
         return (height, width) if orientation >= _LYING else (width, height)
 
 
-def painted_mask(
-    raw: bytes, *, size: tuple[int, int], inverted: bool, blur_px: float, param: str, limits: DecodeLimits
-) -> bytes:
+def painted_mask(raw: bytes, *, size: tuple[int, int], inverted: bool, blur_px: float, param: str) -> bytes:
     """Return a mask of A1111's as a PNG of ours, stretched to the `size` of its image. There, too, white is made anew;
     of a mask with transparent pixels, though, what is not transparent. `inverted`: the other way round; `blur_px`: the
     deviation of a Gaussian, in the mask's own pixels."""
-    rgb, clear = decode_layers(raw, param=param, limits=limits)
+    rgb, clear = decode_layers(raw, param=param)
     mask = Image.fromarray(rgb).convert("L") if clear is None else Image.fromarray(255 - clear)
     mask = ImageOps.invert(mask) if inverted else mask
     soft = mask.filter(ImageFilter.GaussianBlur(blur_px))
@@ -139,14 +136,14 @@ def painted_mask(
 
 
 @contextmanager
-def _opened(raw: bytes, *, param: str, limits: DecodeLimits) -> Iterator[tuple[Image.Image, int]]:
+def _opened(raw: bytes, *, param: str) -> Iterator[tuple[Image.Image, int]]:
     """Open the first frame, and tell its orientation; whatever goes wrong with it in the context is the sender's."""
     try:
         file, orientation = trimmed(raw, param=param)
         with Image.open(io.BytesIO(file), formats=INPUT_FORMATS) as pil_image:
             width, height = pil_image.size
-            if width * height > limits.max_pixels or max(width, height) > limits.max_edge_px:
-                most = f"{limits.max_pixels} pixels and {limits.max_edge_px} along an edge"
+            if width * height > MAX_PIXELS or max(width, height) > MAX_EDGE_PX:
+                most = f"{MAX_PIXELS} pixels and {MAX_EDGE_PX} along an edge"
                 raise RequestError(f"the image is {width}x{height}; at most {most} are accepted", param=param)
             yield pil_image, orientation
     except RequestError:

@@ -1,20 +1,44 @@
-"""A `RankingService` over rankers in this process; where their workers run is up to the rankers."""
+"""Rankers by the names of their models; where their workers run is up to the rankers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client import Metric
 
-from plait_disagg.errors import UnknownModel
+from plait_disagg.errors import RankError, UnknownModel
 from plait_disagg.graph.inputs import Input, Side
+from plait_disagg.protocols import ItemStore, Ranker
 from plait_disagg.values import ModelCard
 from plait_serving.health import Health
 from plait_serving.ranking.counted import rank_families
 from plait_serving.ranking.inputs import Binder
-from plait_serving.ranking.service import Refreshes, ServedRanker, why_not_ready
 from plait_serving.replica_metrics import ReplicaMetrics
+
+Refresh = Callable[[Path], Awaitable[str]]
+"""Publishes the update in that folder of the server's machine; returns the version that is served from now on. Raises
+`RefreshError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRanker:
+    """A model that is served. `items`: the items it knows by id, None if it knows none. `refresh`: None if the model
+    cannot be refreshed."""
+
+    ranker: Ranker
+    items: ItemStore | None = None
+    refresh: Refresh | None = None
+
+
+async def why_not_ready(ranker: Ranker) -> str | None:
+    """Return None if the ranker would answer now, else the reason. A ranker that raises would not."""
+    try:
+        return await ranker.ready()
+    except RankError as error:
+        return error.message
 
 
 class BoundModel:
@@ -62,9 +86,9 @@ class LocalRankingService:
             raise UnknownModel(message, param="model")
         return bound
 
-    def refreshes(self, name: str) -> Refreshes | None:
+    def refresh(self, name: str) -> Refresh | None:
         """Return what refreshes the model, or None if nothing does. Raises `UnknownModel`."""
-        return self._named(name).refreshes
+        return self._named(name).refresh
 
     async def health(self) -> Health:
         """Return ready if every model would answer now; else those that would not, and why."""

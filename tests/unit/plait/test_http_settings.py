@@ -7,11 +7,12 @@ import hashlib
 import pytest
 from pydantic import ValidationError
 
-from plait.config import ApiKeySection, ServerSection
+from plait.config import ServerSection
 from plait.deployments import http_settings
-from plait_serving.http.edge.auth import Principal, Role
+from plait_serving.http.edge.auth import Principal
+from plait_serving.sections import ApiKey, Role
 
-KEY = ApiKeySection(sha256=hashlib.sha256(b"secret").hexdigest())
+KEY = ApiKey(sha256=hashlib.sha256(b"secret").hexdigest())
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.config import ServedConfig
-from plait.deployments import INGRESS, deployments
+from plait.deployments import deployments
 from plait.errors import PlaitError
 from plait_autoconfig.jobs.spec import JobSpec, Prices
 from plait_autoconfig.objective import COST_PER_HOUR
 from plait_autoconfig.values import Config
 from plait_serving.cores import HostCores
+from plait_serving.deployments import INGRESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

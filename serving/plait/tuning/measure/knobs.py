@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from plait.config import PlaitConfig, parse_config
-from plait.deployments import CONTROLNET_PREFIX, ENGINE, worker_name
 from plait.errors import ConfigError, PlaitError
 from plait.tuning.yaml_edit import KeyPath, set_at
+from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE, worker_name
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankModelSection
 from plait_serving.spelling import hint

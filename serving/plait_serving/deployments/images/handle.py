@@ -171,17 +171,8 @@ class HandleImageService:
         if self._suspects.is_refused(request):
             yield Failed(error=KillsReplicas("two engine replicas died with such a request; it is not tried again"))
             return
-        arrived_s, previews = time.monotonic(), 0
-        async with aclosing(self._attempt(request, arrived_s)) as events:
-            async for event in events:
-                if _has_died(event):
-                    break
-                if isinstance(event, Preview):
-                    previews = event.index + 1
-                yield event
-                if isinstance(event, Finished | Failed):
-                    return
-        async with aclosing(self._again(request, arrived_s)) as events:
+        previews = 0
+        async with aclosing(self._attempts(request)) as events:
             async for event in events:
                 if isinstance(event, Preview):
                     if event.index < previews:
@@ -189,9 +180,18 @@ class HandleImageService:
                     previews = event.index + 1
                 yield event
 
-    async def _again(self, request: ImageRequest, arrived_s: float) -> AsyncGenerator[Event, None]:
-        """Make attempts that go before what came later, each alone, among such, until its first step is done. If its
-        replica dies after that, and of one that was alone then, the request is not the cause and is tried again."""
+    async def _attempts(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+        """Make an attempt, and if its replica dies others that go before what came later, each alone, among such, until
+        its first step is done. If its replica dies after that, and of one that was alone then, the request is not the
+        cause and is tried again."""
+        arrived_s = time.monotonic()
+        async with aclosing(self._attempt(request, arrived_s)) as events:
+            async for event in events:
+                if _has_died(event):
+                    break
+                yield event
+            else:
+                return
         suspects, began_s, died_alone = self._suspects, time.monotonic(), 0
         died: Event | None = None
         while True:

@@ -14,34 +14,41 @@ from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
+from plait_serving.deployments import worker_name
 from plait_serving.deployments.metrics import AllReplicas, answers_of, ask
-from plait_serving.deployments.ranking.package_source import RankModel
+from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ranking.worker import ServeRanker, wait_until_ready
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.config import MAX_SHARDS, shard_role
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from plait_serving.replica_metrics import ReplicaMetrics
 
 
 class RemoteRankingService(LocalRankingService):
     """Its rankers' workers are deployments."""
 
-    def __init__(self, models: Mapping[str, RankModel]) -> None:
-        """Take the models by the names that requests use; connecting continues in the background."""
-        rankers = {name: ServeRanker(name, model.workers) for name, model in models.items()}
+    def __init__(self, models: Mapping[str, PackageSource], handles: Mapping[str, Any]) -> None:
+        """Take the models by the names that requests use, and the handles of deployments by their names; connecting
+        continues in the background."""
+        parts = {name: parts_of(name, handles) for name in models}
+        rankers = {name: ServeRanker(name, next(iter(parts[name].values()))) for name in models}
         wait_until_ready([ranker.core for ranker in rankers.values()])
         served = {}
-        for name, model in models.items():
-            package = model.source.package()
-            refreshes = ServeRefresh(name, package, model.workers, model.hns, model.shards)
-            items = None if package is None else package.items
-            served[name] = ServedRanker(ranker=rankers[name], items=items, refreshes=refreshes)
+        for name, source in models.items():
+            package = source.package()
+            refresh = partial(published, package, fleets_of(name, parts[name]))
+            served[name] = ServedRanker(ranker=rankers[name], items=package.items, refresh=refresh)
         super().__init__(served)
-        parts = [part for it in models.values() for part in (it.workers, it.hns, *it.shards) if part is not None]
-        self._workers = [AllReplicas(part) for part in parts]
+        self._workers = [AllReplicas(part) for it in parts.values() for part in it.values()]
 
     async def worker_counts(self) -> Sequence[ReplicaMetrics]:
         """Return what the workers' replicas count."""
         return await answers_of(self._workers)
+
+
+def parts_of(model: str, handles: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the handles of a model's deployments by role: first the one that is asked, then HNs, then shards."""
+    roles = ("whole", "cn", "hn", *map(shard_role, range(MAX_SHARDS)))
+    return {role: handles[name] for role in roles if (name := worker_name(model, role)) in handles}
 
 
 _STAGE_TIMEOUT_S = 600.0
@@ -78,27 +85,25 @@ class ServeFleet:
         return {what: outcome for some in found for what, outcome in some.items()}
 
 
-class ServeRefresh:
-    """A `Refreshes` that publishes to the HNs, if there are any, and to the deployment that the ingress calls."""
+def fleets_of(name: str, parts: Mapping[str, Any]) -> tuple[ServeFleet, ...]:
+    """Return what an update is published to: the HNs, if there are any, then the deployment that the ingress calls. CNs
+    answer from one version of their shards only, so these switch together."""
+    if "whole" in parts:
+        return (ServeFleet({f"worker of {name}": parts["whole"]}),)
+    asked, hns, *shards = parts.values()
+    held = {f"shard {number} of {name}": handle for number, handle in enumerate(shards)}
+    return ServeFleet({f"HN of {name}": hns}), ServeFleet({f"CN of {name}": asked, **held})
 
-    def __init__(self, name: str, package: Package | None, asked: Any, hns: Any, shards: Sequence[Any]) -> None:
-        """Take Serve's handles `asked` and `hns`; `hns` is None if the workers are whole. CNs answer from one version
-        of their `shards` only, so these switch together."""
-        fleets = [ServeFleet({f"HN of {name}": hns})] if hns is not None else []
-        held = {f"shard {number} of {name}": handle for number, handle in enumerate(shards)}
-        self._fleets = (*fleets, ServeFleet({f"CN of {name}" if fleets else f"worker of {name}": asked, **held}))
-        self._name, self._package = name, package
 
-    async def refresh(self, update: Path) -> str:
-        """Publish the update to both deployments."""
-        return await asyncio.to_thread(run_on_own_thread, partial(self._publish, update))
+async def published(package: Package, fleets: Sequence[ServeFleet], update: Path) -> str:
+    """Publish an update of a model to its deployments; return its version. Raises `RefreshError`."""
 
-    def _publish(self, update: Path) -> str:
+    def quietly() -> str:
         set_threads(1)
         lower_priority()  # requests want the cores
-        if self._package is None:
-            raise NotPublished(f"model {self._name} cannot be refreshed: it is no package")
         try:
-            return publish(self._package, update, self._fleets)
+            return publish(package, update, fleets)
         except PackageError as error:
             raise NotPublished(str(error)) from error
+
+    return await asyncio.to_thread(run_on_own_thread, quietly)

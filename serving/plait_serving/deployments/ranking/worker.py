@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from plait_disagg.package.sharding import Sharding
+from plait_disagg.package.sharding import Sharding, identity, plan_of
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
-from plait_disagg.refresh.errors import NotPublished, RefreshError
+from plait_disagg.refresh.errors import RefreshError
+from plait_disagg.refresh.live_package import LivePackage
 from plait_disagg.tables.remote import RemoteShard, shards_metrics, wait_for_shards
 from plait_disagg.tables.rows_wire import ShardIdentity
-from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
@@ -42,7 +42,7 @@ from plait_serving.cores import cpu_threads, declare_thread_cap
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, open_listeners, this_replica
 from plait_serving.deployments.metrics import ask_all
 from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
-from plait_serving.deployments.ranking.package_source import OpenedPackage, RankSource, ShardedModel
+from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.health import HEALTH_TIMEOUT_S
@@ -73,7 +73,7 @@ class RankWorker:
         self,
         *,
         name: str,
-        source: RankSource,
+        source: PackageSource,
         role: RankRole,
         hns: Any = None,
         dealt: Mapping[str, Any] | None = None,
@@ -84,7 +84,7 @@ class RankWorker:
         """Load this role's half and listen. `hns`, for a CN: Serve's handle of the model's HN deployment.
 
         `dealt`: how the tables are dealt, if they are; `shard`: which one this is; `shards`, for a CN: the
-        handles of all. Raises whatever the source raises.
+        handles of all. Raises `PackageError`.
         """
         configure_logging(f"{role}-{name}", os.environ)
         shorten_gil_interval()
@@ -93,55 +93,47 @@ class RankWorker:
         self._secret = new_secret()
         self._stopped = False
         self._shards: list[RemoteShard] = []
-        sharded = None if dealt is None else self._sharded(dealt, shard, shards)
-        opened = run_on_own_thread(lambda: source.open(role) if sharded is None else source.open(role, sharded))
-        card = replace(opened.card, name=name)  # what requests call it, not what its maker did
+        self._sharding, self._shard = None if dealt is None else Sharding(**dealt), shard
+        live = run_on_own_thread(lambda: self._opened(source, shards))
         self._plain_knobs = self._plain(given_knobs())
         listeners = open_listeners(self._secret, kind="rank", between_hosts=between_hosts)
-        self._refresher: Refresher | None = None
         reach_hn = ServeReplicas(f"the HNs of {name}", hns).connect
-        self._core, self._worker = self._started(card, opened, listeners, reach_hn)
+        self._core, self._worker = self._started(live, listeners, reach_hn)
         self._gauge = Gauge(self._core.metrics, self._pressure)
-        if opened.live is not None:
-            self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
+        self._refresher = Refresher(live, self._core, on_version=self._announce)
         self._start_s = seconds_to_start()
         _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
 
-    def _started(
-        self,
-        card: ModelCard,
-        opened: OpenedPackage,
-        listeners: Sequence[Listener],
-        reach_hn: Connect,
-    ) -> tuple[_Core, _Door]:
+    def _started(self, live: LivePackage, listeners: Sequence[Listener], reach_hn: Connect) -> tuple[_Core, _Door]:
         """Start what this role does, and what others reach it by. `reach_hn`: of a CN."""
         knobs = self._plain_knobs
+        card = live.card(mode="whole" if self._role == "whole" else "split")
+        card = replace(card, name=self._model)  # what requests call it, not what its maker did
         if self._role == "hn":
-            dense, kept = _there(opened.dense), {} if opened.live is None else opened.live.dense
             hn = HnWorker(
                 card,
-                dense,
+                live.dense[live.dense_version],
                 listeners,
-                dense_version=opened.dense_version,
-                earlier={version: half for version, half in kept.items() if half is not dense},
+                dense_version=live.dense_version,
+                earlier={version: half for version, half in live.dense.items() if version != live.dense_version},
                 catch_up=self._catch_up,
                 knobs=knobs,
             )
             return hn, hn
         if self._role == "shard":
-            identity, pieces = _there(opened.identity), _there(opened.pieces)
-            shard = ShardWorker(identity, pieces, listeners, version=card.version)
+            own = identity(live.package, plan_of(live.package, _there(self._sharding)), self._shard)
+            shard = ShardWorker(own, _there(live.pieces), listeners, version=live.version)
             return shard, shard
         if self._role == "whole":
-            whole = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=knobs)
+            whole = WholeCore(card, _there(live.sparse), live.dense[live.dense_version], knobs=knobs)
             return whole, CoreServer(whole, listeners)
         counts: Callable[[], Mapping[str, float]] = partial(shards_metrics, self._shards) if self._shards else dict
         cn = CnCore(
             card,
-            _there(opened.sparse),
+            _there(live.sparse),
             reach_hn,
             max_hns=MAX_WORKERS,
-            dense_version=opened.dense_version,
+            dense_version=live.dense_version,
             knobs=knobs,
             more_metrics=counts,
         )
@@ -150,15 +142,16 @@ class RankWorker:
         wait_until_ready([cn])
         return cn, door
 
-    def _sharded(self, dealt: Mapping[str, Any], shard: int, handles: Sequence[Any]) -> ShardedModel:
-        def reach(identity: ShardIdentity) -> RemoteShard:
-            replicas = ServeReplicas(f"shard {identity.shard} of {self._model}", handles[identity.shard])
-            made = RemoteShard(replicas.connect, identity, max_replicas=MAX_WORKERS)
+    def _opened(self, source: PackageSource, handles: Sequence[Any]) -> LivePackage:
+        def reach(of: ShardIdentity) -> RemoteShard:
+            replicas = ServeReplicas(f"shard {of.shard} of {self._model}", handles[of.shard])
+            made = RemoteShard(replicas.connect, of, max_replicas=MAX_WORKERS)
             self._shards.append(made)
             return made
 
-        is_shard = self._role == "shard"
-        return ShardedModel(sharding=Sharding(**dealt), shard=shard, reach=None if is_shard else reach)
+        if self._sharding is None:
+            return source.open(self._role)
+        return source.open_sharded(self._sharding, self._shard, None if self._role == "shard" else reach)
 
     def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
         if self._role == "shard":
@@ -200,13 +193,9 @@ class RankWorker:
         return await asyncio.to_thread(self._refreshed, lambda refresher: refresher.switch(version))
 
     def _refreshed(self, step: Callable[[Refresher], None]) -> RefreshError | None:
-        if self._refresher is None:
-            return NotPublished(f"model {self._model} cannot be refreshed: it is no package")
-        refresher = self._refresher
-
         def alone() -> None:
             set_threads(1)
-            step(refresher)
+            step(self._refresher)
 
         try:
             run_on_own_thread(alone)
@@ -215,7 +204,7 @@ class RankWorker:
         return None
 
     def _catch_up(self) -> None:
-        if self._refresher is not None:
+        if hasattr(self, "_refresher"):  # else a CN was quicker than this constructor
             self._refresher.catch_up()
 
     def _announce(self, version: str) -> None:
@@ -241,7 +230,7 @@ class RankWorker:
             if not self._worker.alive:
                 raise RuntimeError(f"the {self._role}'s threads have died")
             self._core.heartbeat.check()
-        if self._refresher is not None and self._refresher.is_behind():  # an update came while this replica started
+        if self._refresher.is_behind():  # an update came while this replica started
             threading.Thread(target=self._catch_up, name="plait-catch-up", daemon=True).start()
 
     def __del__(self) -> None:
@@ -284,5 +273,5 @@ def wait_until_ready(cores: Sequence[Core]) -> None:
 
 
 def _there(half: T | None) -> T:
-    assert half is not None, "the source left out what the role needs"
+    assert half is not None, "not opened, although the role needs it"
     return half

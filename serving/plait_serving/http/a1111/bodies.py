@@ -16,7 +16,7 @@ from plait_serving.diffusion.prompt_syntax import take_loras
 from plait_serving.diffusion.values import Scheduler, Sigmas
 from plait_serving.http.images.resolve import chosen_model
 from plait_serving.http.images.schemas import MAX_LIST, EditBody, GenerationBody
-from plait_serving.images.codec import DecodeLimits, decode_base64, image_size, painted_mask
+from plait_serving.images.codec import decode_base64, image_size, painted_mask
 from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import BaseModelCard, Catalog
 from plait_serving.spelling import hint
@@ -94,9 +94,7 @@ def checkpoint_in(value: Any) -> str | None:
     return value
 
 
-def asked(
-    given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits
-) -> tuple[GenerationBody, list[str]]:
+def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog) -> tuple[GenerationBody, list[str]]:
     """Return what a request asks for, and what of it means nothing to the model or is done otherwise. `checkpoint`: the
     model of requests that name none. Raises `RequestError` or `NotFound`, or pydantic's ValidationError with plait's
     names of fields."""
@@ -146,8 +144,8 @@ def asked(
     if card.terms.reads_images and strength is not None:
         strength = None
         hints.append(f"denoising_strength: {card.name} reads the image, and starts from noise")
-    raw = decode_base64(_image(given), param="init_images", limits=limits)
-    fields |= {"image": raw, "mask": _mask(given, raw, limits), "strength": strength}
+    raw = decode_base64(_image(given), param="init_images")
+    fields |= {"image": raw, "mask": _mask(given, raw), "strength": strength}
     return EditBody(**fields), hints
 
 
@@ -230,14 +228,13 @@ def _image(given: Img2Img) -> str:
     return given.init_images[0]
 
 
-def _mask(given: Img2Img, image: bytes, limits: DecodeLimits) -> bytes | None:
+def _mask(given: Img2Img, image: bytes) -> bytes | None:
     if not given.mask:
         return None
     return painted_mask(
-        decode_base64(given.mask, param="mask", limits=limits),
-        size=image_size(image, param="init_images", limits=limits),
+        decode_base64(given.mask, param="mask"),
+        size=image_size(image, param="init_images"),
         inverted=bool(given.inpainting_mask_invert),
         blur_px=given.mask_blur or 0.0,
         param="mask",
-        limits=limits,
     )

@@ -77,7 +77,7 @@ async def img2img(given: Img2Img, request: Request, context: ContextDep, who: Wh
 
 
 async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant: str) -> Response:
-    read = partial(asked, given, await context.desk.checkpoint(tenant), limits=context.settings.decode_limits)
+    read = partial(asked, given, await context.desk.checkpoint(tenant))
     service = context.image_service
     with _in_their_words():
         try:
@@ -237,7 +237,7 @@ async def png_info(given: PngInfo, context: ContextDep, who: Who) -> dict[str, A
     """Return what an image says about its making."""
 
     def read() -> tuple[str, dict[str, str]]:
-        raw = decode_base64(given.image.strip(), param="image", limits=context.settings.decode_limits)
+        raw = decode_base64(given.image.strip(), param="image")
         text = read_parameters(raw) or ""
         return text, settings_of(text) if text else {}
 

@@ -15,20 +15,13 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait_serving.http.edge.errors import A1111, ApiError
-
-
-class Role(StrEnum):
-    """What a key may do. An admin may do everything that a user may."""
-
-    USER = "user"
-    ADMIN = "admin"
+from plait_serving.sections import ApiKey, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +48,6 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path in _PAGES or path.startswith((FILES_OF_THE_PAGE, RESULTS))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKey:
-    """A configured key: the sha256 of the secret in hex, with its tenant and role."""
-
-    sha256: str
-    principal: Principal
-
-    @classmethod
-    def from_secret(cls, secret: str, *, tenant: str, role: Role = Role.USER) -> ApiKey:
-        """Make a key from its secret, for tests and for commands that create keys."""
-        return cls(sha256=_digest(secret), principal=Principal(tenant=tenant, role=role))
-
-
-def _digest(secret: str) -> str:
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
-
-
 def authenticate(
     header: str | None, keys: Sequence[ApiKey], *, anyone: Principal = ANYONE, basic: bool = False
 ) -> Principal:
@@ -88,11 +64,11 @@ def authenticate(
     if not secret.strip():
         how = "Authorization: Bearer KEY" + (", or HTTP Basic with the key as the password" if basic else "")
         raise ApiError(401, f"send an API key: {how}", code="missing_api_key", headers=headers)
-    digest = _digest(secret.strip())
-    found = [key.principal for key in keys if hmac.compare_digest(key.sha256, digest)]
+    digest = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
+    found = [key for key in keys if hmac.compare_digest(key.sha256, digest)]
     if not found:
         raise ApiError(401, "the API key is not valid", code="invalid_api_key", headers=headers)
-    return found[0]
+    return Principal(tenant=found[0].tenant, role=found[0].role)
 
 
 def _password(encoded: str) -> str:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.types import Receive
 
 from plait_serving.diffusion.errors import EngineStopped
-from plait_serving.diffusion.values import Event, Failed
+from plait_serving.diffusion.values import Event, Failed, Finished, Preview, Progress
 from plait_serving.http.edge.errors import ClientDisconnected
 
 T = TypeVar("T")
+
+News: TypeAlias = Progress | Preview | Finished
 
 
 class EventFeed:
@@ -24,10 +25,11 @@ class EventFeed:
 
     def __init__(self, events: AsyncGenerator[Event, None]) -> None:
         self._events = events
-        self._reading: asyncio.Task[Event] | None = None
+        self._reading: asyncio.Task[News] | None = None
 
-    async def next(self, timeout_s: float | None = None) -> Event | None:
-        """Return the next event, or None after `timeout_s`. A generator that ends early or raises gives `Failed`."""
+    async def next(self, timeout_s: float | None = None) -> News | None:
+        """Return the next event, or None after `timeout_s`. Raises the request's error, and `EngineStopped` if the
+        generator ends early."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
         done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
@@ -36,20 +38,19 @@ class EventFeed:
         task, self._reading = self._reading, None
         return task.result()
 
-    async def _read(self) -> Event:
-        try:
-            return await anext(self._events)
-        except StopAsyncIteration:
-            return Failed(error=EngineStopped("the service ended without a result"))
-        except Exception as error:  # a service that raises counts as one that fails
-            return Failed(error=error)
+    async def _read(self) -> News:
+        event = await anext(self._events, None)
+        if event is None:
+            raise EngineStopped("the service ended without a result")
+        if isinstance(event, Failed):
+            raise event.error
+        return event
 
     async def aclose(self) -> None:
         """Close the generator, which cancels the work behind it. Idempotent."""
         if self._reading is not None:
             self._reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._reading
+            await asyncio.gather(self._reading, return_exceptions=True)
             self._reading = None
         await self._events.aclose()
 

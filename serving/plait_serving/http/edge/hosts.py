@@ -20,8 +20,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plait_serving.http.edge.auth import ApiKey, has_valid_key
+from plait_serving.http.edge.auth import has_valid_key
 from plait_serving.http.edge.errors import A1111, ApiError
+from plait_serving.sections import ApiKey
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The host names of a server that listens on loopback only."""

@@ -1,4 +1,4 @@
-"""What each tenant may ask for: its weight, its limits, and its requests per second.
+"""How many requests each tenant may send per second.
 
 Limits are of a tenant, not of a key: all its keys share them. Each ingress replica counts requests on its own, so with
 two of them a tenant may send twice as many per second.
@@ -8,27 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.repeating import PACED_PATHS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantLimits:
-    """One tenant's part of an engine while others wait, by `weight`, and what its requests may ask for; None: as much
-    as the model allows. `queued_s`: the predicted compute-seconds of it that may wait."""
-
-    weight: float = 1.0
-    requests_per_s: float | None = None
-    max_pixels: int | None = None
-    max_steps: int | None = None
-    max_images: int | None = None
-    queued_s: float | None = None
-
+from plait_serving.sections import TenantLimits
 
 _ROUNDING_S = 1e-9
 

@@ -34,7 +34,6 @@ from plait_serving.diffusion.values import (
     RgbImage,
     Tenant,
 )
-from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.http.images.schemas import (
     MAX_LIST,
     MAX_MODEL_CHARS,
@@ -43,7 +42,7 @@ from plait_serving.http.images.schemas import (
     LoraBody,
 )
 from plait_serving.images.codec import (
-    DecodeLimits,
+    bounded,
     decode_base64,
     decode_image,
     decode_layers,
@@ -52,6 +51,7 @@ from plait_serving.images.codec import (
     resize,
 )
 from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
+from plait_serving.sections import TenantLimits
 from plait_serving.spelling import hint
 
 # The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
@@ -70,7 +70,6 @@ def resolve(
     request_id: str,
     random_seed: int,
     preprocessors: Preprocessors,
-    decode_limits: DecodeLimits,
     tenant: str = "default",
     allowed: TenantLimits | None = None,
 ) -> ImageRequest:
@@ -79,8 +78,8 @@ def resolve(
     allowed = TenantLimits() if allowed is None else allowed
     model, named = chosen_model(body.model, catalog)
     limits = model.limits
-    upload = _bytes(body.image, "image", decode_limits) if isinstance(body, EditBody) else None
-    shape = None if upload is None else image_size(upload, param="image", limits=decode_limits)
+    upload = _bytes(body.image, "image") if isinstance(body, EditBody) else None
+    shape = None if upload is None else image_size(upload, param="image")
     width, height = _size(body, shape, model)
     prompt, tags = _read_prompts(body)
     samplers, scheduler = model.terms.samplers, model.default_scheduler
@@ -109,14 +108,14 @@ def resolve(
     _check_stream(request)
     preprocess = _preprocessing(body, catalog, model, preprocessors)
     if isinstance(body, EditBody) and upload is not None:
-        request = _edited(request, body, upload, model.terms, decode_limits)
+        request = _edited(request, body, upload, model.terms)
         check_takes(request, model.terms)
     if request.lora_policy is LoraPolicy.BOUNDED_ASYNC and "lora_free_steps" not in given(body, ImageRequest):
         request = replace(request, lora_free_steps=request.run_steps // LORA_FREE_SHARE)
     check_policy(request)
     if not request.loras:
         request = replace(request, lora_free_steps=0)
-    return replace(request, controlnets=_controls(body, preprocess, width, height, decode_limits))
+    return replace(request, controlnets=_controls(body, preprocess, width, height))
 
 
 def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraRef]]:
@@ -233,14 +232,13 @@ def _controls(
     preprocessing: list[Callable[[RgbImage], RgbImage] | None],
     width: int,
     height: int,
-    limits: DecodeLimits,
 ) -> tuple[ControlRef, ...]:
     """Decode, stretch to the output's size and preprocess, one image after the other to bound memory."""
     controls = []
     for i, (control, preprocess) in enumerate(zip(body.controlnets or [], preprocessing, strict=True)):
         param = f"controlnets.{i}.image"
-        raw = decode_base64(control.image, param=param, limits=limits)
-        image = decode_image(raw, param=param, limits=limits, paper="black" if preprocess is None else "white")
+        raw = decode_base64(control.image, param=param)
+        image = decode_image(raw, param=param, paper="black" if preprocess is None else "white")
         image = resize(image, width=width, height=height)
         image = image if preprocess is None else preprocess(image)
         controls.append(ControlRef(name=control.name, image=image, **given(control, ControlRef)))
@@ -311,14 +309,12 @@ IMG2IMG_STRENGTH = 0.8
 """What diffusers' Img2Img pipeline takes by default; its Inpaint pipeline takes 1."""
 
 
-def _edited(
-    request: ImageRequest, body: EditBody, raw: bytes, terms: RequestTerms, limits: DecodeLimits
-) -> ImageRequest:
+def _edited(request: ImageRequest, body: EditBody, raw: bytes, terms: RequestTerms) -> ImageRequest:
     """Return a request with the image `raw` decoded: as its edit, image and mask stretched to the output's size, or as
     its reference, transparent pixels white. Raises `RequestError` naming the field."""
-    image, mask = decode_layers(raw, param="image", limits=limits)
+    image, mask = decode_layers(raw, param="image")
     if body.mask is not None:
-        mask = decode_mask(_bytes(body.mask, "mask", limits), param="mask", limits=limits)
+        mask = decode_mask(_bytes(body.mask, "mask"), param="mask")
         if mask.shape != image.shape[:2]:
             sizes = f"the mask is {mask.shape[1]}x{mask.shape[0]}, the image {image.shape[1]}x{image.shape[0]}"
             raise RequestError(f"{sizes}: they must be of one size", param="mask")
@@ -344,9 +340,5 @@ def _edited(
     return replace(request, edit=edit)
 
 
-def _bytes(upload: str | bytes, param: str, limits: DecodeLimits) -> bytes:
-    if isinstance(upload, str):
-        return decode_base64(upload, param=param, limits=limits)
-    if len(upload) > limits.max_bytes:
-        raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
-    return upload
+def _bytes(upload: str | bytes, param: str) -> bytes:
+    return decode_base64(upload, param=param) if isinstance(upload, str) else bounded(upload, param=param)

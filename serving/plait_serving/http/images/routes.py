@@ -21,8 +21,6 @@ from starlette.responses import Response
 from plait_serving.diffusion.errors import DeadlineMissed, EngineError, NotFound, Overloaded
 from plait_serving.diffusion.request_fields import echoed
 from plait_serving.diffusion.values import (
-    Event,
-    Failed,
     Finished,
     ImageRequest,
     ImageResult,
@@ -35,7 +33,7 @@ from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.counters import MODEL
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
-from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.edge.feed import EventFeed, News, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.refusals import Refused
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
@@ -186,8 +184,6 @@ async def result_of(
     with context.metrics.in_flight.track_inprogress():
         try:
             while not isinstance(event := await feed.next(), Finished):
-                if isinstance(event, Failed):
-                    raise event.error
                 if isinstance(event, Progress):
                     told(event)
         finally:
@@ -203,8 +199,6 @@ async def _open_stream(body: GenerationBody, request: Request, context: RouteCon
     feed = EventFeed(context.image_service.generate(job.request))
     try:
         first = await feed.next(context.settings.first_event_wait_s)
-        if isinstance(first, Failed):
-            raise first.error
     except BaseException:
         await feed.aclose()
         raise
@@ -212,19 +206,17 @@ async def _open_stream(body: GenerationBody, request: Request, context: RouteCon
 
 
 async def _chunks(
-    feed: EventFeed, event: Event | None, job: ImageReply, request: Request, ends_s: float | None
+    feed: EventFeed, event: News | None, job: ImageReply, request: Request, ends_s: float | None
 ) -> AsyncGenerator[bytes, None]:
     context = get_context(request)
     context.metrics.in_flight.inc()
     try:
-        while not isinstance(event, Failed | Finished):
+        while not isinstance(event, Finished):
             yield await _going_on(event, job, context)
             left_s = math.inf if ends_s is None else ends_s - context.monotonic_s()
             event = await feed.next(max(0.0, min(left_s, context.settings.ping_interval_s)))
             if event is None and left_s <= context.settings.ping_interval_s:
                 raise _late()
-        if isinstance(event, Failed):
-            raise event.error
         context.metrics.observe_images(len(event.result.images), event.result.timings)
         encode = partial(job.completed_event, event.result, created=int(context.now_s()))
         last = await context.workers.run(job.request.tenant.name, encode)
@@ -279,7 +271,6 @@ async def accepted(body: GenerationBody, catalog: Catalog, request: Request, con
         request_id=f"{request.state.request_id}.{secrets.token_hex(4)}",  # unique, even if a client sends one id twice
         random_seed=context.random_seed(),
         preprocessors=context.settings.preprocessors,
-        decode_limits=context.settings.decode_limits,
         tenant=tenant,
         allowed=context.settings.tenants.get(tenant),
     )

@@ -23,7 +23,7 @@ from plait_serving.http.edge.json_body import JsonRoute, StrictBody
 from plait_serving.http.ranking.describe import MAX_EXAMPLE, example, metadata
 from plait_serving.http.ranking.infer import Infer
 from plait_serving.ranking.codec import DTYPES
-from plait_serving.ranking.service import why_not_ready
+from plait_serving.ranking.local import why_not_ready
 
 router = APIRouter(prefix="/v2", tags=["ranking"], route_class=JsonRoute)
 
@@ -164,11 +164,11 @@ async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any
     A bad update is refused with 400 and a message on what is wrong with it; 503 means try again. Either way the old
     version stays.
     """
-    refreshes = context.ranking_service.refreshes(model)
-    if refreshes is None:
+    refresh = context.ranking_service.refresh(model)
+    if refresh is None:
         raise BadInput(f"model {model!r} cannot be refreshed", param="model")
     try:
-        version = await refreshes.refresh(Path(body.parameters.update))
+        version = await refresh(Path(body.parameters.update))
     except BadUpdate as error:
         raise BadInput(f"the update is refused: {error}", param="parameters.update") from error
     except NotPublished as error:

@@ -17,7 +17,7 @@ from plait.cli.main import main
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.values import LoraRef, Scheduler
-from plait_serving.images.codec import DecodeLimits, decode_image
+from plait_serving.images.codec import decode_image
 from plait_serving.images.config import STARTER_FOLDER
 from plait_serving.images.stored_text import read_parameters
 from support.http_app import png
@@ -46,7 +46,7 @@ def run(*arguments):
 
 
 def image(path):
-    return decode_image(Path(path).read_bytes(), param="p", limits=DecodeLimits())
+    return decode_image(Path(path).read_bytes(), param="p")
 
 
 def test_an_edit_starts_from_a_file(service, tmp_path):

@@ -25,7 +25,7 @@ from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
 from plait_serving.diffusion.request_fields import MAX_PROMPT_CHARS
 from plait_serving.http.images.schemas import GenerationBody
-from plait_serving.images.codec import DecodeLimits
+from plait_serving.images.codec import MAX_BYTES
 
 
 def test_the_last_scan_is_repeated():
@@ -43,7 +43,7 @@ def test_a_pixel_behind_many_texts():
     assert png.count(b"tEXt") == 100
     with Image.open(io.BytesIO(png)) as image:
         assert (image.mode, image.size, image.getextrema()) == ("L", (1, 1), (0, 0))
-    assert len(text_chunks()) < DecodeLimits().max_bytes
+    assert len(text_chunks()) < MAX_BYTES
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

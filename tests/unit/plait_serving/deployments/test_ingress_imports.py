@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import plait.app, plait.deployments, plait.tuning.service.actor, plait.tuning.service.http
 from plait.config import ServerSection
 from plait_serving.deployments.ingress import Ingress
-app = Ingress(Mock(), lambda: plait.deployments.http_settings(ServerSection())).__serve_build_asgi_app__()
+app = Ingress({"engine": Mock()}, lambda: plait.deployments.http_settings(ServerSection())).__serve_build_asgi_app__()
 """
 RANKING = "import plait_disagg.package.read, plait_serving.deployments.ranking.worker"
 GENERATE = """

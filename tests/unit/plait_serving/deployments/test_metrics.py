@@ -90,7 +90,7 @@ async def test_an_ingress_tells_what_the_others_count(monkeypatch: pytest.Monkey
     """Itself it counts once, whatever the broadcast says of it; and it answers within a second (finding 9)."""
     handle = telling(said("another", 5), said(this_process(), 5), TimeoutError())
     monkeypatch.setattr(ingress_module, "AllReplicas", lambda make: AllReplicas(handle))
-    ingress = Ingress(None, HttpSettings)
+    ingress = Ingress({}, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
     text = await scraped(app)
     assert found(text, "x_steps_total") == found(text, "x_steps_total", replica="another") == [5]
@@ -110,7 +110,7 @@ async def test_an_ingress_learns_of_tenants_by_itself(monkeypatch: pytest.Monkey
     known = {("engine", "acme", "images"): 3.0}
     handle = telling(ReplicaMetrics(replica="another", families=(), account=known))
     monkeypatch.setattr(ingress_module, "AllReplicas", lambda make: AllReplicas(handle))
-    ingress = Ingress(None, HttpSettings)
+    ingress = Ingress({}, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
     await ingress.check_health()
     async with asyncio.timeout(60.0):

@@ -18,8 +18,7 @@ from plait_serving.diffusion.errors import Cancelled
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.errors import ANSWERS
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from plait_serving.starter.preprocess import PREPROCESSORS
 
 KEYLESS = ("/health", "/version", "/v2/health/live", "/v2/health/ready", "/v1/images/results/{name}")

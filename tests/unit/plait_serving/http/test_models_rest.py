@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.sections import Role
 from support.http_app import make_client
+from support.keys import api_key
 
-KEYS = HttpSettings(
-    api_keys=(ApiKey.from_secret("user", tenant="a"), ApiKey.from_secret("admin", tenant="b", role=Role.ADMIN))
-)
+KEYS = HttpSettings(api_keys=(api_key("user", tenant="a"), api_key("admin", tenant="b", role=Role.ADMIN)))
 
 
 def test_an_admin_puts_a_model_to_sleep_and_wakes_it(service):

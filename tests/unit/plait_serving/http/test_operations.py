@@ -23,14 +23,16 @@ from plait_serving.http import operations
 from plait_serving.http.app import app_from_context, create_app
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import body_limit, request_id
-from plait_serving.http.edge.auth import ApiKey, Principal, Role, authenticate
+from plait_serving.http.edge.auth import Principal, authenticate
 from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.ranking.local import LocalRankingService
+from plait_serving.sections import Role
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
+from support.keys import api_key
 from support.log_file import log_file
 from support.prometheus import found, total
 from support.waiting import until
@@ -39,8 +41,8 @@ __all__ = ["log_file"]
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}
-USER = ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER)
-ADMIN = ApiKey.from_secret("sk-admin", tenant="ops", role=Role.ADMIN)
+USER = api_key("sk-user", tenant="acme", role=Role.USER)
+ADMIN = api_key("sk-admin", tenant="ops", role=Role.ADMIN)
 
 
 def metrics_of(client):
@@ -389,7 +391,7 @@ async def test_no_tenant_holds_more_than_it_leaves_for_others():
     """Bodies of one that is alone hold half of all; another one's still fits, and theirs shrink as more come."""
     body = json.dumps({"prompt": "x" * 900}).encode()
     service = FakeImageService(step_s=60.0)
-    keys = tuple(ApiKey.from_secret(name, tenant=name) for name in "abc")
+    keys = tuple(api_key(name, tenant=name) for name in "abc")
     app = make_app(service, HttpSettings(api_keys=keys, max_bodies_bytes=8 * len(body)))
     held: dict[str, list[AsgiCall]] = {"a": [], "b": [], "c": []}
     for tenant in "abc":

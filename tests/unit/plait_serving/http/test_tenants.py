@@ -13,20 +13,21 @@ from plait.deployments import http_settings
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import refusals
-from plait_serving.http.edge.auth import ApiKey, Role
-from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
+from plait_serving.http.edge.tenants import TokenBucket
 from plait_serving.replica_metrics import ReplicaMetrics
+from plait_serving.sections import Role, TenantLimits
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
+from support.keys import api_key
 from support.prometheus import total
 from support.waiting import until
 
 URL = "/v1/images/generations"
 KEYS = (
-    ApiKey.from_secret("sk-acme", tenant="acme"),
-    ApiKey.from_secret("sk-blue", tenant="blue"),
-    ApiKey.from_secret("sk-root", tenant="ops", role=Role.ADMIN),
+    api_key("sk-acme", tenant="acme"),
+    api_key("sk-blue", tenant="blue"),
+    api_key("sk-root", tenant="ops", role=Role.ADMIN),
 )
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from plait_serving.diffusion.errors import RequestError
+from plait_serving.images import codec
 from plait_serving.images.codec import (
-    DecodeLimits,
     OutputFormat,
     decode_base64,
     decode_image,
@@ -27,7 +27,14 @@ from plait_serving.images.codec import (
 from plait_serving.images.stored_text import read_parameters
 from support.http_app import png_header, saved
 
-LIMITS = DecodeLimits(max_bytes=100_000, max_pixels=64 * 64, max_edge_px=128)
+
+@pytest.fixture(autouse=True, scope="module")
+def limits():
+    """Low ones."""
+    with pytest.MonkeyPatch.context() as changed:
+        for name, value in {"MAX_BYTES": 100_000, "MAX_PIXELS": 64 * 64, "MAX_EDGE_PX": 128}.items():
+            changed.setattr(codec, name, value)
+        yield
 
 
 def noise(height=7, width=5, seed=0):
@@ -35,7 +42,7 @@ def noise(height=7, width=5, seed=0):
 
 
 def decode(raw, **options):
-    return decode_image(raw, param="p", limits=LIMITS, **options)
+    return decode_image(raw, param="p", **options)
 
 
 @pytest.mark.parametrize("output_format", list(OutputFormat))
@@ -68,7 +75,7 @@ def test_base64_plain_data_url_and_line_breaks():
     text = base64.b64encode(raw).decode()
     broken = "\n".join(text[i : i + 76] for i in range(0, len(text), 76))
     for form in (text, broken, f"data:image/png;base64,{text}", f"DATA:image/JPEG;base64,{broken}"):
-        assert decode_base64(form, param="p", limits=LIMITS) == raw
+        assert decode_base64(form, param="p") == raw
 
 
 @pytest.mark.parametrize(
@@ -88,7 +95,7 @@ def test_base64_plain_data_url_and_line_breaks():
 def test_anything_but_base64_is_refused(text, says):
     """Foreign types and broken base64 name the field (`security/test_images` has addresses and paths)."""
     with pytest.raises(RequestError, match=says) as caught:
-        decode_base64(text, param="controlnets.0.image", limits=LIMITS)
+        decode_base64(text, param="controlnets.0.image")
     assert caught.value.param == "controlnets.0.image"
 
 
@@ -108,7 +115,7 @@ def test_size_is_checked_before_pixels(width, height):
     alone."""
     for read in (decode_image, image_size):
         with pytest.raises(RequestError, match="pixels") as caught:
-            read(png_header(width, height), param="p", limits=LIMITS)
+            read(png_header(width, height), param="p")
         assert caught.value.param == "p"
 
 
@@ -135,14 +142,15 @@ def test_sixteen_bit_grey_is_scaled():
     assert np.array_equal(image[0, :, 0], (ramp[0] >> 8).astype(np.uint8))
 
 
-def test_sixteen_bit_grey_costs_few_bytes_a_pixel():
+def test_sixteen_bit_grey_costs_few_bytes_a_pixel(monkeypatch):
     """It took 24 bytes for each in arrays (finding 12): the image itself has 3, its greys 1, and scaling at most 4."""
     raw = saved(Image.fromarray(np.zeros((1000, 1000), dtype=np.uint16)))
-    limits = DecodeLimits(max_pixels=1_000_000, max_edge_px=1000)
-    decode_image(raw, param="p", limits=limits)
+    for name, value in {"MAX_PIXELS": 1_000_000, "MAX_EDGE_PX": 1000}.items():
+        monkeypatch.setattr(codec, name, value)
+    decode_image(raw, param="p")
     tracemalloc.start()
     try:
-        decode_image(raw, param="p", limits=limits)
+        decode_image(raw, param="p")
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -156,8 +164,8 @@ def test_a_mask_is_what_is_transparent(mode):
     image = Image.new("RGBA", (3, 1), "white")
     image.putalpha(Image.fromarray(255 - clear))
     raw = saved(image.convert(mode))
-    assert np.array_equal(decode_mask(raw, param="p", limits=LIMITS), clear)
-    assert np.array_equal(decode_layers(raw, param="p", limits=LIMITS)[1], clear)
+    assert np.array_equal(decode_mask(raw, param="p"), clear)
+    assert np.array_equal(decode_layers(raw, param="p")[1], clear)
 
 
 def test_resizing_equals_pillows_lanczos_and_keeps_equal_sizes():

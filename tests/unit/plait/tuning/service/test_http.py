@@ -19,13 +19,14 @@ from plait_report.page import POLICY
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.sections import Role
+from support.keys import api_key
 from support.tune_jobs import JOB, job_text
 from support.waiting import wait_for
 
 KEYS = (
-    ApiKey.from_secret("boss", tenant="ops", role=Role.ADMIN),
-    ApiKey.from_secret("guest", tenant="shop", role=Role.USER),
+    api_key("boss", tenant="ops", role=Role.ADMIN),
+    api_key("guest", tenant="shop", role=Role.USER),
 )
 BOSS = {"authorization": "Bearer boss"}
 YAML = {**BOSS, "content-type": "application/yaml"}
@@ -437,6 +438,6 @@ def test_tuning_is_off_and_wants_an_admin():
 
 def test_the_ingress_adds_the_routes(desk):
     """Made in the replica, by a function that the application hands it."""
-    ingress = Ingress(None, HttpSettings, routers=lambda _: (tuning_router(LocalTuningService(desk)),))
+    ingress = Ingress({}, HttpSettings, routers=lambda _: (tuning_router(LocalTuningService(desk)),))
     client = TestClient(ingress.__serve_build_asgi_app__())
     assert client.get(URL).json() == {"object": "list", "data": []}

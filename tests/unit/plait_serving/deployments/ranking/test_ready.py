@@ -8,8 +8,7 @@ import pytest
 
 from plait_disagg.workers.ranker import CoreRanker
 from plait_serving.deployments.ranking.worker import ServeRanker
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 
 
 class Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,10 @@ from ray import serve
 from fakes.ranking import FAKE_CARD
 from plait_kernels.heartbeat import Stuck, ThreadHeartbeat
 from plait_serving.deployments.ranking import worker as module
-from plait_serving.deployments.ranking.package_source import OpenedPackage
 from plait_serving.deployments.ranking.worker import RankWorker
 
 
-async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Serve replaces it although all of its threads are alive (finding 9)."""
     now_s = [0.0]
     heartbeat = ThreadHeartbeat(lambda: now_s[0])
@@ -26,7 +26,10 @@ async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "given_knobs", dict)
     monkeypatch.setattr(module, "open_listeners", lambda *_, **__: [])
     monkeypatch.setattr(module, "HnWorker", lambda *_, **__: threads)
-    opened = OpenedPackage(card=FAKE_CARD, dense=SimpleNamespace())  # type: ignore[arg-type]
+    package = SimpleNamespace(folder=tmp_path)
+    opened = SimpleNamespace(
+        card=lambda mode: FAKE_CARD, dense={"1": None}, version="1", dense_version="1", package=package
+    )
     worker = RankWorker(name="m", source=SimpleNamespace(open=lambda _: opened), role="hn")  # type: ignore[arg-type]
 
     def check_for(seconds: int) -> None:

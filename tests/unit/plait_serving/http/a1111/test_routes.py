@@ -16,14 +16,14 @@ from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.request_terms import RequestTerms, SamplerChoice
 from plait_serving.diffusion.values import Scheduler, Sigmas
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.service import AliasCard
 from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png, saved
+from support.keys import api_key
 from support.waiting import until
 
 ON = HttpSettings(a1111_api=True)
-KEYS = tuple(ApiKey.from_secret(f"sk:{name}", tenant=name) for name in ("a", "b"))
+KEYS = tuple(api_key(f"sk:{name}", tenant=name) for name in ("a", "b"))
 KEYED = HttpSettings(a1111_api=True, api_keys=KEYS)
 MODEL = replace(
     FAKE_CATALOG.model,

@@ -9,9 +9,9 @@ from PIL import Image
 
 from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey
 from support.app_server import AppServer
 from support.http_app import make_app
+from support.keys import api_key
 
 KEY = "sk:with:colons"
 
@@ -19,7 +19,7 @@ KEY = "sk:with:colons"
 @pytest.fixture(scope="module")
 def client():
     """It, of the API over a fake service, with a key."""
-    settings = HttpSettings(a1111_api=True, api_keys=(ApiKey.from_secret(KEY, tenant="a"),))
+    settings = HttpSettings(a1111_api=True, api_keys=(api_key(KEY, tenant="a"),))
     running = AppServer(make_app(FakeImageService(), settings))
     yield webuiapi.WebUIApi(host="127.0.0.1", port=running.port, username="me", password=KEY)
     running.stop()

@@ -13,12 +13,13 @@ from plait.config import ServerSection
 from plait.deployments import http_settings
 from plait_serving.deployments.proxy import OwnRoutesMiddleware
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.config import ResultsSection
+from plait_serving.sections import Role
 from support.http_app import make_app
+from support.keys import api_key
 
-KEYS = (ApiKey.from_secret("sk-admin", tenant="ops", role=Role.ADMIN),)
+KEYS = (api_key("sk-admin", tenant="ops", role=Role.ADMIN),)
 SLEEP = "/v1/models/emoji/sleep"
 LOCAL = "127.0.0.1:8000"
 

@@ -13,7 +13,6 @@ from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.a1111 import routes as a1111
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import refusals
-from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.repeating import (
     PACED_PATHS,
     REFUSED_HEADER,
@@ -25,10 +24,11 @@ from plait_serving.http.edge.repeating import (
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.routes import RefusingRoute
 from support.http_app import AsgiCall, make_app
+from support.keys import api_key
 from support.prometheus import total
 
 URL = "/v1/images/generations"
-KEYS = tuple(ApiKey.from_secret(f"sk-{name}", tenant=name) for name in ("acme", "blue"))
+KEYS = tuple(api_key(f"sk-{name}", tenant=name) for name in ("acme", "blue"))
 
 
 class Behind:

@@ -9,9 +9,9 @@ import pytest
 
 from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey
-from plait_serving.http.edge.tenants import TenantLimits
+from plait_serving.sections import TenantLimits
 from support.http_app import b64, make_client, pixels, png
+from support.keys import api_key
 
 URL = "/v1/images/control_maps"
 IMAGE = b64(png(20, 10, (200, 10, 30)))
@@ -48,7 +48,7 @@ def test_a_mistake_is_named_by_its_field(client, body, status, param):
 
 def test_a_tenant_has_its_bounds_here_too():
     """A map is made at the output's size, and without a step."""
-    key = ApiKey.from_secret("sk", tenant="acme")
+    key = api_key("sk", tenant="acme")
     limits = TenantLimits(max_pixels=300, max_steps=1)
     client = make_client(FakeImageService(), HttpSettings(api_keys=(key,), tenants={"acme": limits}))
     headers = {"authorization": "Bearer sk"}

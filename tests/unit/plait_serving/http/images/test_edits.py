@@ -15,10 +15,9 @@ from fakes.images import FAKE_CATALOG, fake_image
 from fakes.terms import ALL_TERMS
 from plait_serving.diffusion.request_terms import RequestTerms, SamplerChoice
 from plait_serving.diffusion.values import Scheduler
-from plait_serving.http.context import HttpSettings
 from plait_serving.http.images import edit_body
 from plait_serving.http.images.schemas import EditResponse
-from plait_serving.images.codec import DecodeLimits
+from plait_serving.images import codec
 from plait_serving.images.stored_text import read_parameters
 from support.http_app import b64, make_client, pixels, png, saved
 
@@ -239,12 +238,14 @@ def test_wrong_fields_of_a_form_are_named(client, service, files, fields, param)
     assert service.submitted == []
 
 
-def test_uploads_are_bounded(service):
+def test_uploads_are_bounded(service, monkeypatch):
     """A file above the limit is refused by its field; one whose bytes look like JSON of many values is not."""
-    client = make_client(service, HttpSettings(decode_limits=DecodeLimits(max_bytes=500)))
+    client = make_client(service)
+    monkeypatch.setattr(codec, "MAX_BYTES", 500)
     noise = picture(np.random.default_rng(1).integers(0, 256, (16, 16, 3), np.uint8))
     answer = form(client, files={"image": noise})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "image")
+    monkeypatch.undo()
     padded = png() + b"," * 400_000
     assert form(make_client(service), files={"image": padded}).status_code == 200
     commas = form(make_client(service), loras="," * 400_000)

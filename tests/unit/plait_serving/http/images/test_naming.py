@@ -15,7 +15,6 @@ from plait_serving.diffusion.request_terms import SamplerChoice
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.images.resolve import chosen_model, resolve
 from plait_serving.http.images.schemas import GenerationBody
-from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.service import AliasCard, LoraCard
 from plait_serving.images.stored_text import read_parameters
 from support.http_app import make_client
@@ -34,7 +33,7 @@ CATALOG = replace(
 
 def request(model, catalog=CATALOG, **more):
     body = GenerationBody.model_validate({"prompt": "x", "model": model, **more})
-    return resolve(body, catalog, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits())
+    return resolve(body, catalog, request_id="r", random_seed=1, preprocessors={})
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 
 from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge.auth import ApiKey
 from plait_serving.images.config import ResultsSection
 from support.http_app import b64, make_client, png
+from support.keys import api_key
 
 URL, EDITS = "/v1/images/generations", "/v1/images/edits"
 
@@ -26,7 +26,7 @@ def settings(place, **more):
 @pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
 def test_a_url_leads_to_the_bytes_that_base64_would_have_had(tmp_path, path, output_format):
     """Of each image, on this replica and on another one, without a key; in the form that was asked for."""
-    keyed = replace(settings(tmp_path), api_keys=(ApiKey.from_secret("sk", tenant="acme"),))
+    keyed = replace(settings(tmp_path), api_keys=(api_key("sk", tenant="acme"),))
     one, other = make_client(FakeImageService(), keyed), make_client(FakeImageService(), keyed)
     body = {"prompt": "x", "n": 2, "output_format": output_format, **({"image": b64(png())} if path == EDITS else {})}
     headers = {"authorization": "Bearer sk"}

@@ -25,15 +25,15 @@ from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Schedu
 from plait_serving.http.app import app_from_context, create_app
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import json_body
-from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.errors import ErrorBody
 from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
-from plait_serving.images.codec import DecodeLimits
+from plait_serving.images import codec
 from plait_serving.images.stored_text import read_parameters
 from plait_serving.ranking.local import LocalRankingService
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_client, pixels, png, saved
 from support.http_rank import INFER
+from support.keys import api_key
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}
@@ -229,10 +229,11 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: json.dumps(value)[:60])
-def test_wrong_input_is_a_400_that_names_the_field(fields, param):
+def test_wrong_input_is_a_400_that_names_the_field(fields, param, monkeypatch):
     """Each mistake is told with its dotted place, and nothing reaches the engine."""
     service = FakeImageService()
-    client = make_client(service, HttpSettings(decode_limits=DecodeLimits(max_pixels=64 * 64)))
+    monkeypatch.setattr(codec, "MAX_PIXELS", 64 * 64)
+    client = make_client(service)
     answer = post(client, **fields)
     assert answer.status_code == 400, answer.text
     error = ErrorBody.model_validate(answer.json()).error
@@ -305,7 +306,7 @@ def test_what_is_read_for_long_is_read_by_tenants_in_turn(service, monkeypatch):
 
     for module in (json_body, routes):
         monkeypatch.setattr(module, "READING", Reading())
-    keys = tuple(ApiKey.from_secret(f"sk-{name}", tenant=name) for name in ("acme", "blue"))
+    keys = tuple(api_key(f"sk-{name}", tenant=name) for name in ("acme", "blue"))
     client = make_client(service, HttpSettings(api_keys=keys))
     for name, padding, syntax in (("acme", 70_000, "a1111"), ("blue", 0, "plain"), ("blue", 0, "a1111")):
         headers = {"authorization": f"Bearer sk-{name}"}

@@ -17,8 +17,7 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.ranking import recommend
 from plait_serving.http.ranking.recommend import item_ids, ranking
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from support.http_rank import make_client
 
 URL = "/v1/recommend"

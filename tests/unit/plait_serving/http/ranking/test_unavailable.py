@@ -14,8 +14,7 @@ from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from support.waiting import wait_for
 
 WHERE = "default_picks#0a1b2c at shm:///tmp/plait-1000/rank-4711-0a1b2c3d: nobody listens"
