@@ -15,7 +15,14 @@ class RankError(Exception):
 
 
 class BadInput(RankError):
-    """The request is invalid and can never succeed; `param` names the tensor or field."""
+    """The request is invalid and can never succeed; `param` names the tensor or field, `place` which of a tensor's
+    numbers (flat) it is, if it is one."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None, place: int | None = None
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.place = place
 
 
 class UnknownModel(RankError):

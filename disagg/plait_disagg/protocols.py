@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from plait_disagg.graph.program import Port
 from plait_disagg.tables.values import Table
@@ -52,7 +52,15 @@ class ItemStore(Protocol):
 
 
 class SparseHalf(Protocol):
-    """The CN side: id processing, table lookups, whatever the cut leaves there. Not thread-safe: one thread owns it."""
+    """The CN side: id processing, table lookups, whatever the cut leaves there. Not thread-safe: one thread owns it.
+
+    Some of its crossing tensors may be bare rows of tables. It can make their ids instead, so that rows that the HN
+    already has need not be sent.
+    """
+
+    @property
+    def row_ports(self) -> Mapping[str, Table]:
+        """The crossing tensors that are rows, with their tables; often none."""
 
     def run(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
         """Return the tensors that cross, of all requests as one batch in their order.
@@ -61,20 +69,8 @@ class SparseHalf(Protocol):
         what `check_request` cannot see).
         """
 
-
-@runtime_checkable
-class RowSource(Protocol):
-    """An optional interface of a `SparseHalf` some of whose crossing tensors are bare rows of tables.
-
-    It can make their ids instead, so that rows that the HN already has need not be sent. Owned by the same thread.
-    """
-
-    @property
-    def row_ports(self) -> Mapping[str, Table]:
-        """The crossing tensors that are rows, with their tables; often none."""
-
     def run_ids(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
-        """Run like `SparseHalf.run`, but with ids in place of each of `row_ports`.
+        """Run like `run`, but with ids in place of each of `row_ports`.
 
         They are int64, of the rows' shape without its last dimension, each one inside the table.
         """

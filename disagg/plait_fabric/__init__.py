@@ -18,6 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plait_fabric.endpoints import connect, listen
 from plait_fabric.errors import (
     AcceptTimeout,
     AddressInUse,
@@ -41,6 +42,9 @@ from plait_fabric.errors import (
     Unsupported,
     WeakSecret,
 )
+from plait_fabric.link.link import BadLink, Link
+from plait_fabric.link.link_files import LINKS, read_links
+from plait_fabric.link.modelled import modelled
 from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.transport.acceptor import Listener
@@ -48,10 +52,6 @@ from plait_fabric.transport.auth import new_secret
 from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Message, MessageLimits, PoolStatistics
 
 if TYPE_CHECKING:
-    from plait_fabric.endpoints import connect, listen
-    from plait_fabric.link.link import BadLink, Link
-    from plait_fabric.link.link_files import LINKS, read_links
-    from plait_fabric.link.modelled import modelled
     from plait_fabric.tensors import TensorMessage, lease_tensor, recv_tensors, send_tensors, tensors_of
 
 __all__ = [
@@ -103,17 +103,11 @@ __all__ = [
     "tensors_of",
 ]
 
-_LATER = {
-    **dict.fromkeys(("connect", "listen"), "endpoints"),
-    **dict.fromkeys(("BadLink", "Link"), "link.link"),
-    **dict.fromkeys(("LINKS", "read_links"), "link.link_files"),
-    "modelled": "link.modelled",
-    **dict.fromkeys(("TensorMessage", "lease_tensor", "recv_tensors", "send_tensors", "tensors_of"), "tensors"),
-}
+_LATER = ("TensorMessage", "lease_tensor", "recv_tensors", "send_tensors", "tensors_of")
 
 
 def __getattr__(name: str) -> Any:
-    """Import transports, modelled links and torch only when they are used: many processes need one of them, or none."""
+    """Import torch only when it is used: who moves bytes needs none of it."""
     if name in _LATER:
-        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+        return getattr(import_module(f"{__name__}.tensors"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,8 @@ from plait_fabric.errors import FabricError, Unreachable
 from plait_fabric.protocols import Channel
 from plait_fabric.transport import rendezvous, tcp
 from plait_fabric.transport.acceptor import Listener
-from plait_fabric.transport.waiting import Deadline
 from plait_fabric.values import Address, FabricOptions, Scheme, check_secret
+from plait_fabric.waiting import Deadline
 
 
 def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: FabricOptions | None = None) -> Channel:

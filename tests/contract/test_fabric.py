@@ -20,11 +20,13 @@ from plait_fabric import (
     PeerLost,
     ProtocolViolation,
     RecvTimeout,
+    SendTimeout,
     connect,
     listen,
 )
+from plait_fabric.memory.ring import MAX_RELEASES
 from plait_fabric.memory.segment import map_segment
-from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
+from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths, pack_places
 from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
 from suites.fabric_listener import ListenerConformance, ProcessConformance
 from suites.fabric_raw import raw_ends
@@ -48,14 +50,29 @@ class TestShm(ChannelConformance, TensorConformance, ListenerConformance, Proces
     scheme = "shm"
     shares_memory = True
 
-    @pytest.mark.parametrize("packet", [b"short", bytes([0] * 7 + [9]), bytes(9)], ids=["short", "unknown id", "long"])
-    def test_wrong_acknowledgement(self, packet: bytes) -> None:
-        """A peer that acknowledges what was never sent is cut off."""
+    def test_releases_of_what_was_never_sent(self) -> None:
+        """A peer that says so of every number gains nothing: its window still closes, and each release counts once."""
+        with raw_ends("shm", FabricOptions(in_flight_messages=2)) as ends:
+            for number in range(MAX_RELEASES):
+                ends.server._reader.release(number)  # type: ignore[attr-defined]
+            for _ in range(2):
+                ends.client.send({}, [bytes(20_000)], timeout_s=0.0)
+            with pytest.raises(SendTimeout):
+                ends.client.send({}, [bytes(20_000)], timeout_s=0.0)
+            assert ends.client.pool.statistics().leases == 2
+            ends.server.recv(WAIT_S).release()
+            assert ends.client.pool.statistics().leases == 1
+            ends.client.send({}, [bytes(20_000)], timeout_s=0.0)
+            assert ends.client.pool.statistics().leases == 2
+
+    def test_a_number_that_cannot_be_released(self) -> None:
+        """A message whose release has no place to be told in is refused before its reader has it."""
+        table = pack_places(MAX_RELEASES, [(0, 9)])
         with raw_ends("shm") as ends:
-            ends.notify_client(packet)
-            with pytest.raises(ProtocolViolation):
-                while True:
-                    ends.client.send({}, [bytes(20_000)], timeout_s=1.0)
+            ends.send(pack_head(FrameKind.SHARED, b"{}", table, buffers=1, payload_bytes=9))
+            with pytest.raises(ProtocolViolation, match="number"):
+                ends.server.recv(WAIT_S)
+            assert ends.server.closed
 
     def test_nothing_stays_mapped(self, address: str) -> None:
         """A closed channel that nobody refers to keeps no segment mapped, also without the collector."""

@@ -15,6 +15,7 @@ from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.program import Port
 from plait_disagg.messages.check import check_request
 from plait_disagg.queue.batch import join
+from plait_disagg.tables.values import Table
 from plait_disagg.values import ModelCard, RankRequest
 
 ROWS, DIM = 1000, 16
@@ -43,6 +44,8 @@ WEIGHT = torch.linspace(-1.0, 1.0, DIM)
 class FakeSparse:
     """A `SparseHalf`. An item id in ``poison`` makes a batch fail; ``slow_s`` is how long each batch takes at least."""
 
+    row_ports: Mapping[str, Table] = {}
+
     def __init__(self, *, poison: frozenset[int] = frozenset(), slow_s: float = 0.0) -> None:
         self.poison = poison
         self.slow_s = slow_s
@@ -57,7 +60,7 @@ class FakeSparse:
         self.gate.wait(60)
         time.sleep(self.slow_s)
         self.batches.append(len(requests))
-        batch = join(INPUTS, requests).tensors
+        batch = join(INPUTS, requests)
         if self.poison & set(batch["item"].tolist()):
             raise RuntimeError("poison")
         return {
@@ -66,6 +69,14 @@ class FakeSparse:
             "item": TABLE[batch["item"]] + pooled(batch["tags"], batch["tags_offsets"]),
             "price": batch["price"],
         }
+
+    def run_ids(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
+        """See SparseHalf: no rows cross."""
+        raise NotImplementedError
+
+    def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """See SparseHalf: no rows cross."""
+        raise NotImplementedError
 
 
 class FakeDense:

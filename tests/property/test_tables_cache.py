@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from plait_disagg.tables.cache import CachePolicy, OutOfStep, ReceiverCache, SenderCache
+from plait_disagg.tables.cache import CachePolicy, ReceiverCache, SenderCache
 
 ROWS, DIM = 40, 3
 
@@ -109,10 +109,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_a_message(self) -> None:
+        """A new sender may go on with the receiver of before."""
         self.sender.encode(torch.tensor([1, 2]), self.source.fetch)
-        late = self.sender.encode(torch.tensor([3]), self.source.fetch)
-        with pytest.raises(OutOfStep):
-            self.receiver.decode(late)
         self.begin()
         self.ask([])
 

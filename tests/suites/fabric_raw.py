@@ -55,17 +55,14 @@ def _over_tcp(options: FabricOptions) -> RawEnds:
 
 def _over_shm(options: FabricOptions) -> RawEnds:
     controls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    returns = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     (first, of_first), (second, of_second) = segment_with_ring(options), segment_with_ring(options)
     with closing([of_first, of_second]):
         client = ShmChannel(
-            control=controls[0], credit=returns[0], outgoing=first, incoming=map_segment(of_second),
-            peer="shm server", options=options,
-        )  # fmt: skip
+            control=controls[0], outgoing=first, incoming=map_segment(of_second), peer="shm server", options=options
+        )
         server = ShmChannel(
-            control=controls[1], credit=returns[1], outgoing=second, incoming=map_segment(of_first),
-            peer="shm client", options=options,
-        )  # fmt: skip
+            control=controls[1], outgoing=second, incoming=map_segment(of_first), peer="shm client", options=options
+        )
     ring = RingWriter(first[: RingReader(first).nbytes])
 
     def send(packet: bytes) -> None:
@@ -77,8 +74,8 @@ def _over_shm(options: FabricOptions) -> RawEnds:
         server=server,
         sock=controls[0],
         send=send,
-        notify_server=returns[0].send,
-        notify_client=returns[1].send,
+        notify_server=_nothing,
+        notify_client=_nothing,
     )
 
 
@@ -109,7 +106,7 @@ def _sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def _nothing(note: bytes) -> None:
-    raise AssertionError(f"nothing is told over a stream: {note!r}")
+    raise AssertionError(f"nothing is told in notes: {note!r}")
 
 
 # ---- peers in a process of their own ---------------------------------------------------------------------------------

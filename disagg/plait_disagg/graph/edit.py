@@ -14,10 +14,6 @@ from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, USER_OF, DType, Node, Port, Program, Ref, Rows
 from plait_disagg.tables.values import Lookup
 
-_IDENTITIES = frozenset(
-    {"aten.alias.default", "aten.detach.default", "aten.dropout.default", "aten.lift_fresh_copy.default"}
-)
-
 
 class Draft:
     """A program in the making. It begins with the inputs and constants of `program`; nodes and constants are added."""
@@ -81,20 +77,6 @@ def map_refs(node: Node, change: Callable[[Ref], Ref]) -> Node:
     return replace(node, args=tree_map(mapped, node.args), kwargs=tree_map(mapped, dict(node.kwargs)))
 
 
-def simplify(program: Program) -> Program:
-    """Return the program without operators that return their operand unchanged or that no output needs."""
-    same: dict[str, Ref] = {}
-    nodes = []
-    for node in program.nodes:
-        mapped = map_refs(node, lambda ref: same.get(ref.name, ref))
-        if mapped.op in _IDENTITIES or _is_whole_slice(mapped):
-            same[node.name] = mapped.parts[0]
-        else:
-            nodes.append(mapped)
-    outputs = tuple((name, same.get(ref.name, ref)) for name, ref in program.outputs)
-    return live(replace(program, nodes=tuple(nodes), outputs=outputs))
-
-
 def live(program: Program) -> Program:
     """Return the program without the nodes and constants that no output needs. Inputs stay: callers send them."""
     needed = {ref.name for _, ref in program.outputs}
@@ -154,11 +136,3 @@ def rows_side(sides: Iterable[Rows]) -> Rows:
     """Return whose rows a value has that is made of values with these."""
     made = set(sides)
     return "item" if "item" in made else "user" if "user" in made else "none"
-
-
-def _is_whole_slice(node: Node) -> bool:
-    if node.op != "aten.slice.Tensor":
-        return False
-    dim, start, end, step = node.args[1:] + (0, None, None, 1)[len(node.args) - 1 :]
-    whole = end is None or (isinstance(end, int) and end >= 2**62)
-    return start in (0, None) and whole and step == 1 and isinstance(dim, int)

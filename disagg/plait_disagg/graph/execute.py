@@ -19,7 +19,8 @@ from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, TILE, Node, Program
-from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables, TablesOfBags
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables
 from plait_disagg.tables.values import Lookup
 
 _FREQUENT = (
@@ -120,7 +121,7 @@ def compile_program(
             for index, node in enumerate(lookups):
                 values[node.name] = graph.call_function(getitem, (made, index))
     graph.output(tuple(values[ref.name] for _, ref in program.outputs))
-    bags = _looked_up_only(program) if isinstance(tables, TablesOfBags) else frozenset()
+    bags = _looked_up_only(program) if isinstance(tables, FusedTables) else frozenset()
     return Compiled(program, fx.GraphModule(root, graph), held, bags)
 
 
@@ -189,7 +190,7 @@ class _Stage(nn.Module):
             requests.append(lookup_request(lookup, ids, offsets, weights))
         if not bags:
             return self._tables.lookup(requests)
-        assert isinstance(self._tables, TablesOfBags)
+        assert isinstance(self._tables, FusedTables)
         pooled = iter(self._tables.lookup_bags(bags))
         others = iter(self._tables.lookup(requests) if requests else ())
         are_bags = [isinstance(ids, tuple) for ids in asked[::3]]

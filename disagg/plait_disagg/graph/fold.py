@@ -1,6 +1,6 @@
 """Exact rewrites of a captured program, so that less is computed and less crosses. Every bit stays as it is.
 
-    to(x, its own dtype)                    x
+    to(x, its own dtype), detach(x), x[:]   x
     slice(cat(a, b, c))                     the parts, or slices of them (along another dimension where sides mix)
     slice(unsqueeze(stack(a, b)))           unsqueeze(unsqueeze(a))
     select(stack(a, b), i)                  a or b
@@ -33,6 +33,9 @@ from plait_disagg.graph.reference import run_reference
 _CAT, _STACK, _SLICE = "aten.cat.default", "aten.stack.default", "aten.slice.Tensor"
 _UNSQUEEZE = "aten.unsqueeze.default"
 _SELECT, _RESHAPE, _EXPAND = "aten.select.int", "aten.reshape.default", "aten.expand.default"
+_IDENTITIES = frozenset(
+    {"aten.alias.default", "aten.detach.default", "aten.dropout.default", "aten.lift_fresh_copy.default"}
+)
 _CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default", "aten.type_as.default"})
 _SPLIT = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.remainder.Scalar", *_CASTS})
 _RESHAPES = frozenset(
@@ -101,6 +104,8 @@ class _Folding:
     def _cast_or_layout(self, node: Node) -> Ref | None:
         source = node.parts[0]
         value = self.values[source.name]
+        if node.op in _IDENTITIES or (node.op == _SLICE and _is_whole(node)):
+            return source
         if node.op in _CASTS and value.dtype == node.dtype and value.shape == node.shape:
             return source
         if node.op in _RESHAPES:
@@ -312,9 +317,20 @@ def _dim(node: Node, ndim: int | None = None) -> int:
     return given % (ndim or len(node.shape))
 
 
+def _ends(node: Node) -> tuple[Arg, ...]:
+    """Return start, end and step of a slice."""
+    return (*node.args, *(None, 0, None, None, 1)[len(node.args) :])[2:5]
+
+
+def _is_whole(node: Node) -> bool:
+    """Return whether a slice, of however many rows, leaves nothing out."""
+    start, end, step = _ends(node)
+    return start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
+
+
 def _bounds(node: Node, length: int) -> tuple[int, int] | None:
     """Return from where to where a slice reaches, or None if it leaves some out."""
-    start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])[2:5]
+    start, end, step = _ends(node)
     if step != 1 or isinstance(start, Ref) or isinstance(end, Ref) or length < 0:
         return None
     first, last, _ = slice(start, end).indices(length)

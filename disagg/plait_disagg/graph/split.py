@@ -16,13 +16,12 @@ from plait_disagg.graph.small_tables import placed
 class Halves:
     """The two halves of a program.
 
-    `cn` takes the request and makes `crossing` (its outputs, by the same names); `hn` takes `crossing` and `USER_OF`
+    `cn` takes the request and makes what crosses (its outputs, by the same names); `hn` takes that and `USER_OF`
     and makes the model's outputs.
     """
 
     cn: Program
     hn: Program
-    crossing: tuple[Port, ...]
 
 
 def split(program: Program, cn_nodes: Iterable[str]) -> Halves:
@@ -41,7 +40,6 @@ def split(program: Program, cn_nodes: Iterable[str]) -> Halves:
     return Halves(
         cn=live(replace(program, nodes=cn_side, outputs=cn_outputs)),
         hn=live(replace(program, inputs=(*crossing, *users), nodes=hn_side)),
-        crossing=crossing,
     )
 
 

@@ -127,7 +127,8 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
     bad = ~np.isfinite(numbers)
     if bad.any():
         where = int(bad.argmax())
-        raise BadInput(f"{name}: number {where} is {numbers[where]}; only finite numbers can be ranked", param=name)
+        what = f"number {where} is {numbers[where]}; only finite numbers can be ranked"
+        raise BadInput(f"{name}: {what}", param=name, place=where)
 
 
 def _check_range(item: Input, tensor: torch.Tensor) -> None:
@@ -141,8 +142,8 @@ def _check_range(item: Input, tensor: torch.Tensor) -> None:
     bad |= numbers > last if last is not None else False
     if bad.any():
         where = int(bad.argmax())
-        takes = range_text(first, last)
-        raise BadInput(f"{item.name}: number {where} is {numbers[where]}; this input takes {takes}", param=item.name)
+        what = f"number {where} is {numbers[where]}; this input takes {range_text(first, last)}"
+        raise BadInput(f"{item.name}: {what}", param=item.name, place=where)
 
 
 def _check_ids(names: Sequence[str], tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]) -> None:
@@ -169,7 +170,7 @@ def _check_top(name: str, tensor: torch.Tensor, rows: int, top: int) -> None:
         unsigned = _unsigned(tensor).reshape(-1)
         where = int((unsigned >= rows).argmax())
         value = int(unsigned.view(np.int64)[where])
-        raise BadInput(f"{name}: id {value} at position {where} is outside 0..{rows - 1}", param=name)
+        raise BadInput(f"{name}: id {value} at position {where} is outside 0..{rows - 1}", param=name, place=where)
 
 
 def _unsigned(tensor: torch.Tensor) -> Any:

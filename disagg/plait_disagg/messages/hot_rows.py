@@ -13,7 +13,7 @@ float32, and so do the rows that it leaves in the cache). Ids, directory and pol
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ import torch
 
 from plait_disagg.errors import RankError
 from plait_disagg.messages.layout import new_rows, new_slots
-from plait_disagg.protocols import RowSource
+from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, SenderCache
 from plait_disagg.tables.values import Table, row_bytes
@@ -67,19 +67,18 @@ class HotRows:
 
 
 @dataclass(slots=True, kw_only=True)
-class RowSavings:
+class RowSavings(CacheCounters):
     """Counters of a CN's caches so far. `nbytes`: bytes saved compared with no caches (negative: more were sent)."""
 
-    counters: CacheCounters = field(default_factory=CacheCounters)
     nbytes: int = 0
 
     def metrics(self) -> Mapping[str, float]:
         """Return sums so far; hits divided by ids is the hit rate."""
         return {
-            "cache_ids_total": self.counters.ids,
-            "cache_hits_total": self.counters.hits,
-            "cache_rows_sent_total": self.counters.stored + self.counters.passed,
-            "cache_evicted_total": self.counters.evicted,
+            "cache_ids_total": self.ids,
+            "cache_hits_total": self.hits,
+            "cache_rows_sent_total": self.stored + self.passed,
+            "cache_evicted_total": self.evicted,
             "cache_saved_bytes": self.nbytes,
         }
 
@@ -87,7 +86,7 @@ class RowSavings:
 class RowSender:
     """The CN's end. If an encoded batch is not sent, the two ends lose step: create a new sender then."""
 
-    def __init__(self, source: RowSource, knobs: WorkerKnobs, savings: RowSavings) -> None:
+    def __init__(self, source: SparseHalf, knobs: WorkerKnobs, savings: RowSavings) -> None:
         self._source = source
         self._wire = knobs.wire
         self._savings = savings
@@ -104,16 +103,14 @@ class RowSender:
             max(1, min(knobs.cache_rows, table.rows, fits)) for table, fits in zip(self._tables, max_rows, strict=True)
         )
         self._caches = [
-            SenderCache(rows=table.rows, dim=table.dim, slots=slots, policy=knobs.cache)
+            SenderCache(rows=table.rows, dim=table.dim, slots=slots, policy=knobs.cache, counters=savings)
             for table, slots in zip(self._tables, self._slots, strict=True)
         ]
-        for cache in self._caches:
-            cache.counters = savings.counters
 
     def encode(self, crossing: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], HotRows]:
-        """Encode what `RowSource.run_ids` made into what travels.
+        """Encode what `SparseHalf.run_ids` made into what travels.
 
-        Raises `RankError` for too many rows, and whatever `RowSource.rows` raises.
+        Raises `RankError` for too many rows, and whatever `SparseHalf.rows` raises.
         """
         _check_size(crossing, self._ports, [table.dim for table in self._tables], RankError)
         made = dict(crossing)
@@ -143,13 +140,14 @@ class RowReceiver:
 
     def __init__(self) -> None:
         self._caches: list[ReceiverCache] = []
+        self._next = 0
         self._shape: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def decode(self, tensors: Mapping[str, torch.Tensor], hot: HotRows) -> dict[str, torch.Tensor]:
         """Return the crossing tensors of a batch, rows included; the rows are copies. `tensors` follow the batch's
         `crossing_layout`.
 
-        Raises `OutOfStep`, or ValueError for input that no `RowSender` makes.
+        Raises ValueError for input that no `RowSender` makes, and if a batch was missed.
         """
         left = dict(tensors)
         sent = [(left.pop(new_slots(index)), left.pop(new_rows(index))) for index in range(len(hot.slots))]
@@ -159,10 +157,11 @@ class RowReceiver:
         for cache, (new, rows), ports in zip(self._caches, sent, hot.ports, strict=True):
             slots = [left[port] for port in ports]
             flat = torch.cat([one.reshape(-1) for one in slots])
-            message = CachedRows(number=hot.number, slots=flat, new_slots=new, rows=rows)
+            message = CachedRows(slots=flat, new_slots=new, rows=rows)
             pieces = cache.decode(message).split_with_sizes([one.numel() for one in slots])
             for port, piece, one in zip(ports, pieces, slots, strict=True):
                 left[port] = piece.view(*one.shape, rows.shape[1])
+        self._next = hot.number + 1
         return left
 
     def _begin(self, hot: HotRows, dims: list[int]) -> None:
@@ -175,6 +174,8 @@ class RowReceiver:
             self._shape = shape
         elif shape != self._shape:
             raise ValueError("hot rows of other caches than the channel has")
+        elif hot.number != self._next:
+            raise ValueError(f"hot rows of batch {hot.number} came where {self._next} was due")
 
 
 def _check_size(

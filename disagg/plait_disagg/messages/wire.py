@@ -37,13 +37,14 @@ from plait_fabric.layouts import MAX_LAYOUT_CHARS, Layout, RowCounts, pack, pars
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import SEND_S, Header, WireError
 
-VERSION = 4
+VERSION = 5
 """The version of everything defined here; both sides of a channel must have the same."""
 
 Role = Literal["rank", "dense"]
 
 _MAX_ROWS = (1 << 31) - 1
 _MAX_ID_CHARS = 200
+_MAX_MS = 1e9
 _ERRORS: dict[str, type[RankError]] = {
     "bad_input": BadInput,
     "unknown_model": UnknownModel,
@@ -64,6 +65,9 @@ class DenseAsk:
     `RowReceiver.decode` first.
     `dense_version`: the dense half that belongs to the rows. `requests`: ids of those in it, for the log, as many as
     the CN named.
+
+    Its sender's `window`, how many of its batches are `open` here including this one, when the first of its requests is
+    due and when the last one is, in `time.monotonic()` seconds (None: never).
     """
 
     number: int
@@ -73,6 +77,10 @@ class DenseAsk:
     hot: HotRows | None = None
     dense_version: str = ""
     requests: tuple[str, ...] = ()
+    window: int = 1
+    open: int = 1
+    due_s: float | None = None
+    lost_s: float | None = None
 
 
 def role_payload(role: Role) -> Header:
@@ -138,13 +146,12 @@ def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, l
     counts = RowCounts(
         users=1, items=fields.integer(header, "n", 0, _MAX_ROWS), flat=fields.integers(header, "flat", _MAX_ROWS)
     )
-    left_s = fields.number(header, "left_s") if header.get("left_s") is not None else None
     return RankRequest(
         request_id=fields.text(header, "id"),
         model=card.name,
         candidates=counts.items,
         tensors=unpack(layout, counts, buffers),
-        deadline_s=None if left_s is None else time.monotonic() + left_s,
+        deadline_s=_moment(header, "left_s"),
     )
 
 
@@ -228,8 +235,11 @@ def dense_message(
     wire: WireFormat,
     hot: HotRows | None = None,
     dense_version: str = "",
+    window: int = 1,
+    open_calls: int = 1,
+    deadlines: Sequence[float | None] = (),
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a batch in the `layout` that its HN said; `hot` as made by `RowSender.encode`.
+    """Pack a batch in the `layout` that its HN said; `hot` as made by `RowSender.encode`. `deadlines`: of its requests.
 
     If a number does not fit float16, the whole batch travels as float32.
     """
@@ -243,6 +253,12 @@ def dense_message(
         buffers = pack(crossing_layout(layout.text, wire, ports).layout, counts, crossing, pool, timeout_s=SEND_S)
     header = {"kind": "dense", "number": number, "n": list(candidates), "wire": wire, "flat": list(counts.flat)}
     header["requests"] = [each[:_MAX_ID_CHARS] for each in requests_at_hand()]
+    header |= {"window": window, "open": open_calls}
+    firm, now_s = [moment for moment in deadlines if moment is not None], time.monotonic()
+    if firm:  # None is left out: it would cost the header its fast encoding
+        header["due_s"] = min(firm) - now_s
+    if firm and len(firm) == len(deadlines):
+        header["lost_s"] = max(firm) - now_s
     if hot is not None:
         header["hot"] = hot.to_json()
     if dense_version:
@@ -275,15 +291,26 @@ def parse_dense(header: Header, buffers: Sequence[memoryview], layout: Layout) -
         hot=hot,
         dense_version=fields.text(header, "dense", default=""),
         requests=tuple(requests),
+        window=fields.integer(header, "window", 1),
+        open=fields.integer(header, "open", 1),
+        due_s=_moment(header, "due_s"),
+        lost_s=_moment(header, "lost_s"),
     )
 
 
 def done_message(
-    number: int, layout: Layout, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool
+    number: int,
+    layout: Layout,
+    outputs: Mapping[str, torch.Tensor],
+    dense_ms: float,
+    pool: Pool,
+    *,
+    queued_ms: float = 0.0,
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a batch's outputs, (N, ...) each, in the layout of the model's card, float32; a model may compute others."""
+    """Pack a batch's outputs, (N, ...) each, in the layout of the model's card, float32; a model may compute others.
+    `queued_ms`: how long it waited at the HN."""
     items = next(iter(outputs.values())).shape[0]
-    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms}
+    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, "queued_ms": queued_ms}
     scores = {name: value.to(torch.float32) for name, value in outputs.items()}
     return header, pack(layout, RowCounts(items=items), scores, pool, timeout_s=SEND_S)
 
@@ -295,9 +322,9 @@ def failed_header(number: int, error: RankError) -> dict[str, Any]:
 
 def parse_done(
     header: Header, buffers: Sequence[memoryview], layout: Layout
-) -> tuple[int, tuple[dict[str, torch.Tensor], float] | RankError]:
-    """Return the number, and outputs (which view `buffers`) with the HN's milliseconds or its error. Raises
-    `WireError`."""
+) -> tuple[int, tuple[dict[str, torch.Tensor], float, float] | RankError]:
+    """Return the number, and outputs (which view `buffers`) with the milliseconds that the HN computed and that they
+    waited there, or its error. Raises `WireError`."""
     if header.get("kind") != "done":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
     asked = parse_number(header)
@@ -305,7 +332,15 @@ def parse_done(
     if error is not None:
         return asked, _parse_error([asked, *error, None, None] if isinstance(error, list) else error)[1]
     outputs = unpack(layout, RowCounts(items=fields.integer(header, "n", 0, _MAX_ROWS)), buffers)
-    return asked, (outputs, fields.number(header, "ms"))
+    queued_ms = fields.number(header, "queued_ms")
+    if not 0 <= queued_ms < _MAX_MS:
+        raise WireError("queued_ms is no time")
+    return asked, (outputs, fields.number(header, "ms"), queued_ms)
+
+
+def _moment(header: Header, field: str) -> float | None:
+    """Return when what travels as the time remaining will be; None if the field is absent."""
+    return None if header.get(field) is None else time.monotonic() + fields.number(header, field)
 
 
 def _flat(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:

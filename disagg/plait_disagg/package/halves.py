@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -26,66 +25,54 @@ RowsByTable: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By table: ids (k,) int64 and their rows (k, D) float32."""
 
 
-@dataclass(frozen=True)
-class BareRows:
-    """What `CompiledSparse` needs to leave rows out.
-
-    The program of `cached.without_rows`, the table of each port that it makes ids for, and who has the rows.
-    """
-
-    program: Compiled
-    ports: Mapping[str, Table]
-    tables: Tables
-
-    @cached_property
-    def lookups(self) -> Mapping[str, Lookup]:
-        """The lookups by table. Each object is created only once: `Tables` may know a lookup by its identity."""
-        names = {table.name for table in self.ports.values()}
-        return {name: Lookup(name=name, table=name, mode="rows") for name in names}
-
-
 class CompiledSparse:
-    """The `SparseHalf` and `RowSource` that run the CN program."""
+    """The `SparseHalf` that runs the CN program."""
 
-    def __init__(self, program: Compiled, inputs: Sequence[Input], bare: BareRows | None = None) -> None:
-        """Create the sparse half; with `bare` None, no bare rows cross."""
+    def __init__(
+        self,
+        program: Compiled,
+        inputs: Sequence[Input],
+        *,
+        ids_program: Compiled,
+        row_ports: Mapping[str, Table],
+        tables: Tables,
+    ) -> None:
+        """`ids_program` is that of `read.without_rows`, `row_ports` what it makes ids for; `tables` has the rows."""
         self._program = program
-        self._bare = bare
         self._inputs = tuple(inputs)
+        self._ids_program = ids_program
+        self.row_ports = row_ports
+        self._tables = tables
+        # Each object is created only once: `Tables` may know a lookup by its identity.
+        names = {table.name for table in row_ports.values()}
+        self._lookups = {name: Lookup(name=name, table=name, mode="rows") for name in names}
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
 
     def run(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
         """Run the CN program on the requests. Raises `BadId` for an id that only its table can reject."""
         return self._run(self._program, requests)
 
-    @property
-    def row_ports(self) -> Mapping[str, Table]:
-        """The ports that are bare rows (`RowSource`)."""
-        return {} if self._bare is None else self._bare.ports
-
     def run_ids(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
         """Run the CN program with ids in place of bare rows. Raises `BadId` as `run` does."""
-        assert self._bare is not None
-        made = self._run(self._bare.program, requests)
-        return made | {name: _in_range(made[name], table) for name, table in self._bare.ports.items()}
+        made = self._run(self._ids_program, requests)
+        return made | {name: _in_range(made[name], table) for name, table in self.row_ports.items()}
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of `table` for `ids` (`RowSource`)."""
-        assert self._bare is not None
-        return self._bare.tables.lookup([LookupRequest(lookup=self._bare.lookups[table], ids=ids)])[0]
+        """Return rows of `table` for `ids`."""
+        return self._tables.lookup([LookupRequest(lookup=self._lookups[table], ids=ids)])[0]
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledSparse:
         """Return the same half with other constants (`Compiled.with_constants`); the tables are the same."""
-        bare = self._bare
-        if bare is not None:
-            bare = replace(bare, program=bare.program.with_constants(constants))
-        return CompiledSparse(self._program.with_constants(constants), self._inputs, bare)
+        made = copy.copy(self)
+        made._program = self._program.with_constants(constants)
+        made._ids_program = self._ids_program.with_constants(constants)
+        return made
 
     def _run(self, program: Compiled, requests: Sequence[RankRequest]) -> dict[str, torch.Tensor]:
-        batch = join(self._inputs, requests, separate=program.separate_bags)
+        tensors = join(self._inputs, requests, separate=program.separate_bags)
         if self._needs_user_of:
-            return program({**batch.tensors, USER_OF: batch.user_of})
-        return program(batch.tensors)
+            return program({**tensors, USER_OF: user_of([request.candidates for request in requests])})
+        return program(tensors)
 
 
 def _in_range(ids: torch.Tensor, table: Table) -> torch.Tensor:

@@ -18,7 +18,7 @@ from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.program import LOOKUP, Program, Ref
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.store import load_program
-from plait_disagg.package.halves import BareRows, CompiledDense, CompiledSparse
+from plait_disagg.package.halves import CompiledDense, CompiledSparse
 from plait_disagg.package.items import StoredItems, read_items
 from plait_disagg.package.manifest import (
     CN,
@@ -69,8 +69,16 @@ class Package:
         with self._blaming(CN):
             check_cn(self.cn, self.manifest, {table.name: table.dim for table in self.stored.tables})
             served = tables or FusedTables(self.tables)
-            program = compile_program(self.cn, self.constants, served)
-            return CompiledSparse(program, self.manifest.inputs, self._bare_rows(served))
+            program, left_out = without_rows(self.cn)
+            known = {table.name: table for table in self.stored.tables}
+            compiled = compile_program(self.cn, self.constants, served)
+            return CompiledSparse(
+                compiled,
+                self.manifest.inputs,
+                ids_program=compile_program(program, self.constants, served) if left_out else compiled,
+                row_ports={name: known[table] for name, table in left_out.items()},
+                tables=served,
+            )
 
     def dense(self, device: torch.device | str = "cpu", *, prepares: bool = False) -> CompiledDense:
         """Load the HN half. `prepares`: batches may run on prepared programs, unless the package promises bits.
@@ -135,14 +143,6 @@ class Package:
         with self._blaming(CONSTANTS) as path:
             constants: dict[str, torch.Tensor] = load_file(path)
             return constants
-
-    def _bare_rows(self, tables: Tables) -> BareRows | None:
-        program, left_out = without_rows(self.cn)
-        if not left_out:
-            return None
-        known = {table.name: table for table in self.stored.tables}
-        ports = {name: known[table] for name, table in left_out.items()}
-        return BareRows(program=compile_program(program, self.constants, tables), ports=ports, tables=tables)
 
     def _program(self, name: str) -> Program:
         with self._blaming(name) as path:

@@ -25,7 +25,7 @@ from plait_disagg.graph.verify import ReturnsNan, verify_halves
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import VERSION, card_payload
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
-from plait_disagg.package.items import Items, first_bad, save_tensors, write_items
+from plait_disagg.package.items import Items, owner_of, save_tensors, write_items
 from plait_disagg.package.manifest import (
     CN,
     CONSTANTS,
@@ -189,13 +189,13 @@ def _check_items(captured: Captured, rejecting: Mapping[str, int], features: Map
         values = run_reference(replace(needed, inputs=inputs), captured.constants, None, features)
         made = values[ids.name]
         starts = offsets.name if isinstance(offsets, Ref) else ""
-        found = first_bad((made < 0) | (made >= rows), values.get(starts))
-        if found is not None:
+        bad = ((made < 0) | (made >= rows)).reshape(-1)
+        if bad.any():
+            place = int(bad.to(torch.uint8).argmax())
             by = " and ".join(port.name for port in inputs if port.name != starts)
-            number = int(made.reshape(-1)[found[0]])
             raise ValueError(
-                f"items: {by} of item {found[1]} is id {number} of table {node.kwargs['table']}, "
-                f"which takes 0 to {rows - 1}"
+                f"items: {by} of item {owner_of(place, made, values.get(starts))} is id "
+                f"{int(made.reshape(-1)[place])} of table {node.kwargs['table']}, which takes 0 to {rows - 1}"
             )
 
 
@@ -240,7 +240,7 @@ def _check_greeting(halves: Halves, card: ModelCard) -> None:
 def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: PackageOptions) -> None:
     """Verify both halves against the module on random requests, with the module's own rows: row formats come later."""
     try:
-        found = verify_halves(
+        failures = verify_halves(
             module,
             captured.inputs,
             halves,
@@ -252,8 +252,8 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
         )
     except ReturnsNan as nan:
         raise PackageError(blamed(module, ready, nan.batch, nan)) from nan
-    if not found.ok:
-        raise PackageError(f"the halves do not make what the model makes: {'; '.join(found.failures)}")
+    if failures:
+        raise PackageError(f"the halves do not make what the model makes: {'; '.join(failures)}")
 
 
 def _as_stored(tables: FusedTables, name: str, rows: int) -> torch.Tensor:

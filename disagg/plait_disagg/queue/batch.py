@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,28 +18,16 @@ from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Input
 from plait_disagg.values import RankRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankBatch:
-    """The tensors of several requests, in their order. By the name of a separate bag, and by that of its offsets: a
-    tuple of each request's own."""
-
-    tensors: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]]
-    candidates: tuple[int, ...]
-
-    @property
-    def user_of(self) -> torch.Tensor:
-        """Return (N,) int64, ascending: the request of each candidate."""
-        return user_of(self.candidates)
-
-
 def join(
     inputs: Sequence[Input], requests: Sequence[RankRequest], *, separate: Collection[str] = frozenset()
-) -> RankBatch:
-    """Join requests into one batch, without the bags to leave `separate`. The tensors of a single request are passed on
-    unchanged, others are copied."""
-    candidates = tuple(request.candidates for request in requests)
+) -> Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+    """Return the tensors of several requests, in their order, as one batch. The tensors of a single request are passed
+    on unchanged, others are copied.
+
+    By the name of a bag to leave `separate`, and by that of its offsets: a tuple of each request's own.
+    """
     if len(requests) == 1:
-        return RankBatch(tensors=requests[0].tensors, candidates=candidates)
+        return requests[0].tensors
     tensors: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = {}
     for item in inputs:
         if item.name in separate:
@@ -58,7 +45,7 @@ def join(
                 tensors[name] = torch.tensor([0, *itertools.accumulate(ids)])
             else:
                 tensors[name] = _join_offsets([request.tensors[name] for request in requests], ids)
-    return RankBatch(tensors=tensors, candidates=candidates)
+    return tensors
 
 
 def _join_offsets(parts: Sequence[torch.Tensor], ids: Sequence[int]) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
@@ -46,9 +45,8 @@ class Inbox(Generic[T]):
         self._waiting: WaitQueue[T] = WaitQueue(knobs, pace, refuses=refuses)
         self._clock = clock
         self._downstream = downstream
-        self._lock = threading.Lock()
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._asleep = self._closed = False
+        self._changed = threading.Condition(threading.Lock())
+        self._closed = False
         self.refused = 0
 
     @property
@@ -66,7 +64,7 @@ class Inbox(Generic[T]):
 
         Raises `Busy` if too many are waiting or it would be answered too late, `WorkerUnavailable` after `close`.
         """
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise WorkerUnavailable("the worker is stopping")
             try:
@@ -75,44 +73,37 @@ class Inbox(Generic[T]):
                 self.refused += 1
                 raise
             self._waiting.add(item)
-            self._ring()
+            self._changed.notify()
 
     def put_again(self, item: T) -> bool:
         """Put back an item that was taken before: there is always room for it. After `close` fail it and return
         False."""
-        with self._lock:
+        with self._changed:
             closed = self._closed
             if not closed:
                 self._waiting.add(item)
-                self._ring()
+                self._changed.notify()
         if closed:
             item.fail(WorkerUnavailable("the worker is stopping"))
         return not closed
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
         """Apply new knobs from the next item, and the next batch, on; waiting items keep their place."""
-        with self._lock:
+        with self._changed:
             self._waiting.knobs = knobs
 
     def close(self) -> None:
         """Accept no more items; those already there can still be taken."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-            self._ring()
+            self._changed.notify()
 
     def take(self) -> list[T] | None:
         """Wait for items and take a batch, empty if none of them needs work; return None after the last one."""
-        while True:
-            with self._lock:
-                wait_s = self._wait_s()
-                if wait_s == 0:
-                    taken = self._waiting.take(self._clock(), self._downstream()) if len(self._waiting) else None
-                    break
-                self._asleep = True
-            try:
-                self._bell.get(timeout=wait_s)
-            except Empty:
-                continue
+        with self._changed:
+            while (wait_s := self._wait_s()) != 0:
+                self._changed.wait(wait_s)
+            taken = self._waiting.take(self._clock(), self._downstream()) if len(self._waiting) else None
         if taken is None:
             return None
         self.saw_given_up(taken.late)
@@ -147,11 +138,6 @@ class Inbox(Generic[T]):
         if not waiting.knobs.batch_wait_ms or waiting.rows >= waiting.knobs.largest_batch_rows:
             return 0
         return max(0.0, waiting.begins_s - self._clock())
-
-    def _ring(self) -> None:
-        if self._asleep:
-            self._asleep = False
-            self._bell.put(None)
 
 
 class BatchLoop(Inbox[T]):

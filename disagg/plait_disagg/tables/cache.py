@@ -13,8 +13,8 @@ and dropped. Rows pass through when the policy does not keep them, or when one m
 there are slots.
 
 Policies: `static` keeps for good what is requested first, while there is room; `lru` keeps what was requested last.
-Recency counts in messages; within one message the order is that of first use. One pair serves one ordered channel;
-messages are numbered, so that a receiver detects a lost one.
+Recency counts in messages; within one message the order is that of first use. One pair serves one ordered channel,
+until a message is lost.
 """
 
 from __future__ import annotations
@@ -36,15 +36,10 @@ Ids = NDArray[np.int64]
 Number = TypeVar("Number", np.int32, np.int64)
 
 
-class OutOfStep(Exception):
-    """The receiver missed a message: begin again with a new sender."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRows:
-    """One message. `slots` (n,) and `new_slots` (m,) are int32; `rows` is (m + p, D) float32. Number 0 starts over."""
+    """One message. `slots` (n,) and `new_slots` (m,) are int32; `rows` is (m + p, D) float32."""
 
-    number: int
     slots: torch.Tensor
     new_slots: torch.Tensor
     rows: torch.Tensor
@@ -52,7 +47,7 @@ class CachedRows:
 
 @dataclass(slots=True, kw_only=True)
 class CacheCounters:
-    """Counters of a cache.
+    """Counters of caches.
 
     `ids` requested, repeats included; `hits` among them that were in a slot before their message; `stored` and
     `passed`: rows sent; `evicted`: slots taken from another id.
@@ -71,16 +66,18 @@ class SenderCache:
     Ids are `0 .. rows - 1`; needs 4 bytes for each id that was ever kept.
     """
 
-    def __init__(self, *, rows: int, dim: int, slots: int, policy: CachePolicy = "lru") -> None:
+    def __init__(
+        self, *, rows: int, dim: int, slots: int, policy: CachePolicy = "lru", counters: CacheCounters | None = None
+    ) -> None:
+        """`counters`: those of several caches."""
         self._rows, self._dim, self._slots, self._policy = rows, dim, slots, policy
-        self.counters = CacheCounters()
+        self._counters = counters or CacheCounters()
         # Zeros are not touched until used, so that a large id space costs memory only where it is hot.
         self._slot_of = np.zeros(self._rows, dtype=np.int32)  # slot + 1, or 0
         self._id_in = np.full(self._slots, -1, dtype=np.int64)
         self._is_stale = np.zeros(self._slots, dtype=bool)
         self._recency = _Recency(self._slots)
         self._used = 0
-        self._number = 0
 
     def encode(self, ids: torch.Tensor, fetch: Fetch) -> CachedRows:
         """Return the message for `ids` (n,) int64. `fetch` is called at most once, with the ids whose rows must be
@@ -107,9 +104,8 @@ class SenderCache:
         slots = self._slot_of[wanted_ids] - 1
         slots[slots < 0] = self._slots + _positions(absent[kept.size :], wanted_ids[slots < 0])
         self._count(wanted_ids.size, int(is_hit.sum()), stale.size + kept.size, absent.size - kept.size)
-        number, self._number = self._number, self._number + 1
         sent_slots = torch.from_numpy(np.concatenate([refreshed, new_slots]))
-        return CachedRows(number=number, slots=torch.from_numpy(slots), new_slots=sent_slots, rows=rows)
+        return CachedRows(slots=torch.from_numpy(slots), new_slots=sent_slots, rows=rows)
 
     def invalidate(self, ids: torch.Tensor) -> None:
         """Mark the rows of these ids as changed: each is sent again, into its slot, when it is next requested."""
@@ -150,7 +146,7 @@ class SenderCache:
             return slots
         taken = self._recency.oldest(count - fresh)
         self._slot_of[self._id_in[taken]] = 0
-        self.counters.evicted += taken.size
+        self._counters.evicted += taken.size
         return np.concatenate([slots, taken])
 
     def _store(self, ids: Ids, slots: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -160,7 +156,7 @@ class SenderCache:
         return slots
 
     def _count(self, ids: int, hits: int, stored: int, passed: int) -> None:
-        counters = self.counters
+        counters = self._counters
         counters.ids += ids
         counters.hits += hits
         counters.stored += stored
@@ -173,15 +169,10 @@ class ReceiverCache:
     def __init__(self, *, slots: int, dim: int) -> None:
         self._slots = slots
         self._rows = torch.zeros((slots, dim))
-        self._next = 0
 
     def decode(self, message: CachedRows) -> torch.Tensor:
-        """Return the rows (n, D) of the ids that the message was made for.
-
-        Raises `OutOfStep`, or ValueError for a message that no sender makes.
-        """
-        if message.number not in (0, self._next):
-            raise OutOfStep(f"message {message.number} came where {self._next} was due")
+        """Return the rows (n, D) of the ids that the message was made for. Raises ValueError for one that no sender
+        makes."""
         stored = message.new_slots.numel()
         passing = message.rows.shape[0] - stored
         self._check(message, passing)
@@ -192,7 +183,6 @@ class ReceiverCache:
             self._rows = grown
         self._rows.index_copy_(0, message.new_slots.to(torch.int64), message.rows[:stored])
         self._rows[self._slots : self._slots + passing] = message.rows[stored:]
-        self._next = message.number + 1
         return self._rows.index_select(0, message.slots)
 
     def _check(self, message: CachedRows, passing: int) -> None:

@@ -138,7 +138,8 @@ class FusedTables:
         return [found[position] for position in range(len(requests))]
 
     def lookup_bags(self, requests: Sequence[LookupBags]) -> list[torch.Tensor]:
-        """Pool the bags of several requests where they lie (`TablesOfBags`): they are laid end to end only once."""
+        """Pool as `lookup` does for the same bags joined, but where they lie: they are laid end to end only once. All
+        have parts of the same requests."""
         found: dict[int, torch.Tensor] = {}
         for batch in self._plan(requests):
             some = [requests[position] for position in batch.positions]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -51,14 +51,6 @@ class Tables(Protocol):
 
         An empty bag is zeros. Ids outside a table follow its policy. Raises `BadId`.
         """
-
-
-@runtime_checkable
-class TablesOfBags(Tables, Protocol):
-    """Tables that need no joined batches."""
-
-    def lookup_bags(self, requests: Sequence[LookupBags]) -> list[torch.Tensor]:
-        """Pool as `lookup` does for the same bags joined. All have parts of the same requests. Raises `BadId`."""
 
 
 class ShardTables(Protocol):

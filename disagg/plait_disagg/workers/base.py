@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,16 +14,53 @@ import torch
 from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.batch import cut
-from plait_disagg.queue.batch_boundary import BatchBoundary
 from plait_disagg.queue.jobs import RankJob, deliver_all
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.queue.order import Downstream
 from plait_disagg.refresh.prepared_update import PreparedUpdate
+from plait_disagg.tables.errors import OtherVersion
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_fabric import Listener
 from plait_fabric.rpc.server import Server, ServerProtocol
 from plait_kernels.threads import set_threads
+
+_AGREE_S = 5.0
+"""How long a batch waits for CN and shards to serve one version: a refresh reaches them within milliseconds."""
+_AGAIN_S = 0.003
+
+
+class BatchBoundary:
+    """What a batch, and a change, holds: no two of them overlap.
+
+    Whoever is next waits behind the door, and all others before it: a worker whose batches follow each other without a
+    pause would never let another thread in.
+    """
+
+    def __init__(self) -> None:
+        self._door, self._held = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._door:
+            self._held.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._held.release()
+
+    def run_agreed(self, batch: Callable[[], None], clock: Callable[[], float]) -> None:
+        """Run a batch; while shards have other rows than it asks for, run it again, with room for a change in between:
+        who must switch may be the CN. Raises `WorkerUnavailable` if they do not agree in time, and what `batch`
+        raises."""
+        until_s = clock() + _AGREE_S
+        while True:
+            try:
+                with self:
+                    batch()
+                return
+            except OtherVersion as error:
+                if clock() > until_s:
+                    raise WorkerUnavailable(f"a refresh is on its way: {error}", retry_after_s=1.0) from error
+            time.sleep(_AGAIN_S)
 
 
 class ServedWorker:
@@ -111,7 +150,8 @@ class LocalCore(ABC):
 
     def apply_update(self, change: PreparedUpdate) -> None:
         """Apply the change between two batches."""
-        self._between.change(lambda: self._change(change))
+        with self._between:
+            self._change(change)
 
     def _change(self, change: PreparedUpdate) -> None:
         change.write()

@@ -18,12 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
-from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_queued_s
 from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.messages.layout import layouts_of
 from plait_disagg.messages.wire import VERSION, dense_message, parse_card, parse_crossing, parse_done, role_payload
-from plait_disagg.protocols import RowSource, SparseHalf
-from plait_disagg.queue.batch_boundary import run_agreed
+from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.jobs import RankJob, deliver_all
 from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
 from plait_disagg.queue.order import Downstream
@@ -92,7 +90,6 @@ class CnCore(LocalCore):
         """Start the core at once. `connect` reaches an HN, of which there are `hns`, or as many as are found up to
         `max_hns`; `dense_version` is the version they must compute with. `more_metrics`: those of its tables."""
         super().__init__(card, sparse, knobs=knobs, clock=clock)
-        self._source = _row_source(sparse)
         self._dense_version = dense_version
         self._savings = RowSavings()
         self._more_metrics = more_metrics
@@ -135,7 +132,7 @@ class CnCore(LocalCore):
             "at_hns": self._client.open_calls,
             "window": sum(connection.window for connection in self._client.connections if connection.up),
             "late_answers_total": self._late,
-            **(self._savings.metrics() if self._source is not None else {}),
+            **(self._savings.metrics() if self._sparse.row_ports else {}),
             **self._more_metrics(),
         }
 
@@ -161,7 +158,6 @@ class CnCore(LocalCore):
     def _change(self, change: PreparedUpdate) -> None:
         """Batches at an HN by then are answered by the old version, or sent again for the new one."""
         super()._change(change)
-        self._source = _row_source(self._sparse)
         self._dense_version = change.dense_version
         for connection in self._client.connections:
             hn = self._hns.get(connection)
@@ -175,7 +171,7 @@ class CnCore(LocalCore):
                 self._room.wait(_LOOK_S)
 
     def _work(self, jobs: list[RankJob]) -> None:
-        run_agreed(self._between, lambda: self._ask_hn(jobs), self._clock)
+        self._between.run_agreed(lambda: self._ask_hn(jobs), self._clock)
 
     def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)
@@ -191,11 +187,11 @@ class CnCore(LocalCore):
 
     def _send(self, connection: Connection[_SentBatch], batch: _SentBatch, knobs: WorkerKnobs) -> None:
         requests = [job.request for job in batch.jobs]
-        if self._source is None or not knobs.cache_rows:
+        if not self._sparse.row_ports or not knobs.cache_rows:
             crossing = self._sparse.run(requests)
             connection.call(batch, partial(self._pack, connection, batch, lambda _: (crossing, None)))
             return
-        ids = self._source.run_ids(requests)
+        ids = self._sparse.run_ids(requests)
         try:
             crossing_ids: _Crossing = lambda hn: self._sender(hn, knobs).encode(ids)  # noqa: E731
             connection.call(batch, partial(self._pack, connection, batch, crossing_ids))
@@ -205,10 +201,9 @@ class CnCore(LocalCore):
 
     def _sender(self, hn: _Hn, knobs: WorkerKnobs) -> RowSender:
         """Return the channel's row sender, which starts afresh when its knobs change."""
-        assert self._source is not None
         key, sender = (knobs.cache_rows, knobs.cache, knobs.wire), hn.sender
         if sender is None or hn.sender_knobs != key:
-            sender = hn.sender = RowSender(self._source, knobs, self._savings)
+            sender = hn.sender = RowSender(self._sparse, knobs, self._savings)
             hn.sender_knobs = key
         return sender
 
@@ -229,13 +224,13 @@ class CnCore(LocalCore):
             wire=batch.wire,
             hot=hot,
             dense_version=self._dense_version,
+            window=connection.window,
+            open_calls=connection.open_calls,
+            deadlines=[job.due_s for job in batch.jobs],
         )
         batch.nbytes = sum(len(it) if isinstance(it, bytes | bytearray) else it.nbytes for it in buffers)
         self._bytes += batch.nbytes
-        due_s, lost_s = due_of(job.due_s for job in batch.jobs)
-        flow = Flow(window=connection.window, open=connection.open_calls, due_s=due_s, lost_s=lost_s)
         batch.packed_s = self._clock()
-        header["flow"] = flow_field(flow, batch.packed_s)
         return header, buffers
 
     # On a connection's thread.
@@ -253,7 +248,6 @@ class CnCore(LocalCore):
     def _on_message(self, connection: Connection[_SentBatch], message: Message) -> None:
         with message:
             number, outcome = parse_done(message.header, message.keep(), self._outputs)
-            queued_s = parse_queued_s(message.header)
         open_now = connection.open_calls
         batch = connection.take(number)
         if batch is None:
@@ -265,9 +259,10 @@ class CnCore(LocalCore):
             self._wake()
             self._failed(connection, batch, outcome)
         else:
-            self._adapt(connection, batch, queued_s=queued_s, dense_s=outcome[1] / 1e3, open_now=open_now)
+            outputs, dense_ms, queued_ms = outcome
+            self._adapt(connection, batch, queued_s=queued_ms / 1e3, dense_s=dense_ms / 1e3, open_now=open_now)
             self._wake()
-            self._answered(batch, *outcome)
+            self._answered(batch, outputs, dense_ms)
 
     def _adapt(self, connection: Connection[_SentBatch], batch: _SentBatch, **at_hn: Any) -> None:
         window, knobs = self._hns[connection].window, self._knobs
@@ -330,8 +325,3 @@ class CnCore(LocalCore):
     def _wake(self) -> None:
         with self._room:
             self._room.notify_all()
-
-
-def _row_source(sparse: SparseHalf) -> RowSource | None:
-    """Return the half if bare rows of it cross."""
-    return sparse if isinstance(sparse, RowSource) and sparse.row_ports else None

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from plait_disagg.errors import RankError, WorkerUnavailable
-from plait_disagg.messages.flow import parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import (
@@ -33,7 +32,6 @@ from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate
-from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.values import ModelCard
 from plait_disagg.workers.base import ServedWorker
 from plait_fabric import FabricError, Listener, Message
@@ -164,8 +162,6 @@ class HnWorker(ServedWorker):
     def _on_message(self, peer: Peer, message: Message) -> None:
         try:
             ask = self._with_rows(peer, parse_dense(message.header, message.buffers, self._crossing))
-            now_s = time.monotonic()
-            flow = parse_flow(message.header, now_s)
             item = _Dense(
                 peer=peer,
                 message=message,
@@ -173,16 +169,16 @@ class HnWorker(ServedWorker):
                 rows=sum(ask.candidates),
                 request_ids=ask.requests,
                 alone=not ask.mergeable,
-                came_s=now_s,
-                due_s=flow.due_s,
-                lost_s=flow.lost_s,
+                came_s=time.monotonic(),
+                due_s=ask.due_s,
+                lost_s=ask.lost_s,
             )
-            self._windows[peer.number] = flow.window
+            self._windows[peer.number] = ask.window
         except BaseException:
             message.release()
             raise
         try:
-            if flow.open > 1 or not self._loop.run_here(item):
+            if ask.open > 1 or not self._loop.run_here(item):
                 self._loop.put(item)
         except RankError as error:
             item.fail(error)
@@ -197,7 +193,7 @@ class HnWorker(ServedWorker):
         receiver = self._hot.setdefault(peer.number, RowReceiver())
         try:
             return replace(ask, crossing=receiver.decode(ask.crossing, ask.hot))
-        except (OutOfStep, ValueError) as error:
+        except ValueError as error:
             raise WireError(f"hot rows: {error}") from error
 
     def _on_lost(self, peer: Peer) -> None:
@@ -247,14 +243,14 @@ class HnWorker(ServedWorker):
         """Send the answer. Never raises: others of the batch may already have their answers."""
         self._stay_s += began_s + seconds - item.came_s
         try:
-            header, buffers = done_message(item.ask.number, self._outputs, outputs, seconds * 1e3, item.peer.pool)
-            header["queued_ms"] = (began_s - item.came_s) * 1e3
+            ms = {"dense_ms": seconds * 1e3, "queued_ms": (began_s - item.came_s) * 1e3}
+            message = done_message(item.ask.number, self._outputs, outputs, pool=item.peer.pool, **ms)
         except FabricError as error:
             item.peer.drop(error)
         except Exception as error:
             item.peer.send(failed_header(item.ask.number, as_rank_error(error)))
         else:
-            item.peer.send(header, buffers)
+            item.peer.send(*message)
 
 
 def _end_to_end(items: Sequence[_Dense]) -> Mapping[str, torch.Tensor]:

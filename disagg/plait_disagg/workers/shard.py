@@ -13,7 +13,6 @@ from typing import get_args
 
 import torch
 
-from plait_disagg.queue.batch_boundary import BatchBoundary
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.tables.pieces import HeldPieces
@@ -28,7 +27,7 @@ from plait_disagg.tables.rows_wire import (
     parse_requests,
 )
 from plait_disagg.tables.values import Lookup, Mode
-from plait_disagg.workers.base import ServedWorker
+from plait_disagg.workers.base import BatchBoundary, ServedWorker
 from plait_fabric import Listener, Message
 from plait_fabric.rpc.server import Peer, ServerProtocol
 from plait_kernels.heartbeat import ThreadHeartbeat
@@ -90,7 +89,9 @@ class ShardWorker(ServedWorker):
 
     def apply_update(self, change: PreparedUpdate) -> None:
         """Write the change's rows between two lookups; from then on they are of its version."""
-        self._between.change(lambda: self._apply_update(change))
+        with self._between:
+            change.write()
+            self._version = change.version
 
     def stop(self, *, drain_s: float) -> None:
         """Stop listening, answer what has arrived within `drain_s`, and close all channels. Idempotent."""
@@ -99,10 +100,6 @@ class ShardWorker(ServedWorker):
         while self._waiting and time.monotonic() < until_s:
             time.sleep(0.01)
         self._server.hang_up()
-
-    def _apply_update(self, change: PreparedUpdate) -> None:
-        change.write()
-        self._version = change.version
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         with message:
@@ -129,7 +126,7 @@ class ShardWorker(ServedWorker):
         came_s = time.monotonic()
         self._waiting += 1
         try:
-            with self._between.batch(), torch.inference_mode():
+            with self._between, torch.inference_mode():
                 began_s = time.monotonic()
                 if request.version != self._version:
                     return self._version

@@ -34,7 +34,7 @@ class WholeCore(LocalCore):
         self._dense = change.dense or self._dense
 
     def _work(self, jobs: list[RankJob]) -> None:
-        with self._between.batch():
+        with self._between:
             began_s = self._clock()
             crossing = self._sparse.run([job.request for job in jobs])
             looked_up_s = self._clock()

@@ -31,8 +31,8 @@ from plait_fabric.errors import BadHeader, ChannelClosed, FabricError, ProtocolV
 from plait_fabric.link.link import Link
 from plait_fabric.memory.pool import Lease, release_all
 from plait_fabric.protocols import Buffer, Channel, Header
-from plait_fabric.transport.waiting import Deadline
 from plait_fabric.values import ChannelStatistics, Delivery, Message
+from plait_fabric.waiting import Deadline
 
 KEY = "_link"
 

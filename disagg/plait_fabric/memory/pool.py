@@ -7,10 +7,8 @@ Leases that were never released show in `statistics()`.
 
 from __future__ import annotations
 
-import math
 import mmap
 import threading
-import time
 from collections.abc import Iterable
 from typing import NoReturn, Protocol, Self
 
@@ -19,6 +17,7 @@ import numpy as np
 from plait_fabric.errors import FabricError, LeaseMisuse, PoolExhausted
 from plait_fabric.memory.extents import Extents
 from plait_fabric.values import PoolStatistics
+from plait_fabric.waiting import Deadline, pauses
 
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE (asm-generic/mman.h; Python 3.11's `mmap` lacks it): unused address space is not accounted."""
@@ -41,45 +40,13 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
 
 
 class Gate(Protocol):
-    """How a pool waits for room. A `ticket` is taken before checking, so that no wake-up is lost."""
-
-    def ticket(self) -> int:
-        """Return the number of openings so far."""
-
-    def wait(self, ticket: int, timeout_s: float | None) -> bool:
-        """Wait until the gate opens after `ticket` was drawn; return False on timeout. May raise `FabricError`."""
-
-    def open(self) -> None:
-        """Record that memory was released: wake all waiters."""
+    """How a pool learns what a peer has released."""
 
     def reap(self) -> None:
-        """Collect, without waiting, what a peer has released meanwhile. Never raises."""
+        """Collect it. Never raises."""
 
-
-class ConditionGate:
-    """A gate between threads of one process."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._openings = 0
-
-    def ticket(self) -> int:
-        """Return the number of openings so far."""
-        return self._openings
-
-    def wait(self, ticket: int, timeout_s: float | None) -> bool:
-        """Wait on the condition until it has opened after `ticket`."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._openings != ticket, timeout_s)
-
-    def open(self) -> None:
-        """Count one opening and wake all waiters."""
-        with self._condition:
-            self._openings += 1
-            self._condition.notify_all()
-
-    def reap(self) -> None:
-        """Do nothing: threads of one process release directly."""
+    def check(self) -> None:
+        """Collect it; raise `PeerLost` if there will be no more of it, and whatever else is wrong."""
 
 
 class Lease:
@@ -121,10 +88,10 @@ class Pool:
     """Leases of one arena. All methods are thread-safe."""
 
     def __init__(self, arena: memoryview, *, gate: Gate | None = None) -> None:
-        """Lease out `arena` (flat, writable). `gate` decides how `acquire` waits for room."""
+        """Lease out `arena` (flat, writable). `gate`: of one that a peer reads from."""
         self._arena = arena
         self._extents = Extents(len(arena))
-        self._gate: Gate = gate or ConditionGate()
+        self._gate = gate
         self._lock = threading.Lock()
         self._leases = self._leased_bytes = self._peak_bytes = 0
         self._waits = self._copies = self._copied_bytes = 0
@@ -151,34 +118,34 @@ class Pool:
         Raises `PoolExhausted` on timeout, and at once when the pool could never have the room;
         `ChannelClosed` or `PeerLost` when the channel that it belongs to ends while waiting.
         """
-        deadline_s = None
-        while True:
-            ticket = self._gate.ticket()
-            lease = self._try(nbytes)
-            if lease is not None:
-                return lease
-            if not self.can_ever_lease(nbytes):
-                self._refuse(nbytes, "ever")
-            if deadline_s is None:
-                deadline_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-                with self._lock:
-                    self._waits += 1
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+        lease = self._try(nbytes)
+        if lease is not None:
+            return lease
+        if not self.can_ever_lease(nbytes):
+            self._refuse(nbytes, "ever")
+        with self._lock:
+            self._waits += 1
+        deadline, pause = Deadline(timeout_s), pauses()
+        while lease is None:
+            if deadline.passed:
                 self._refuse(nbytes, f"within {timeout_s} s")
             if self._shut is not None:
                 raise type(self._shut)(str(self._shut))
-            self._gate.wait(ticket, None if timeout_s is None else left_s)
+            if self._gate is not None:
+                self._gate.check()
+            next(pause)
+            lease = self._try(nbytes)
+        return lease
 
     def shut(self, reason: FabricError) -> None:
         """Disable waiting: from now on, `acquire` raises `reason` where it would have waited."""
         self._shut = reason
-        self._gate.open()
 
     def _try(self, nbytes: int) -> Lease | None:
         if nbytes < 0:
             raise ValueError(f"a lease of {nbytes} bytes makes no sense")
-        self._gate.reap()  # first, so that warm pages are used again before fresh ones
+        if self._gate is not None:
+            self._gate.reap()  # first, so that warm pages are used again before fresh ones
         with self._lock:
             offset = self._extents.take(nbytes)
             if offset is None:
@@ -202,7 +169,6 @@ class Pool:
             self._extents.give(lease.offset, lease.nbytes)
             self._leases -= 1
             self._leased_bytes -= self._extents.occupied_by(lease.nbytes)
-        self._gate.open()
 
     def transfer(self, lease: Lease) -> Lease:
         """Move a lease into a new object; the old one becomes unusable. Raises `LeaseMisuse`."""
@@ -223,7 +189,8 @@ class Pool:
 
     def statistics(self) -> PoolStatistics:
         """Return a consistent snapshot."""
-        self._gate.reap()
+        if self._gate is not None:
+            self._gate.reap()
         with self._lock:
             return PoolStatistics(
                 capacity_bytes=self.capacity_bytes,

@@ -3,6 +3,7 @@
 It is at the beginning of the writer's segment: a page of control words, each on a cache line of its own, then the
 packets. A packet is its length (u64) and its bytes, padded to words; one that would not fit before the end of the
 ring leaves a mark there and starts over. `written` and `taken` count bytes since the beginning and never decrease.
+Behind the control words are those by which the reader tells that it has released a message (`transport/credit.py`).
 
 The reader sets `sleeping` before it waits for the kernel to wake it, and checks once more; the writer publishes its
 packet and then checks `sleeping`. One of the two sees the other (Dekker 1965), provided that a store is not
@@ -21,6 +22,9 @@ from plait_fabric.errors import ProtocolViolation
 _PAGE = mmap.PAGESIZE
 _WRITTEN, _TAKEN, _SLEEPING, _GOODBYE, _SIZE = 0, 8, 16, 24, 32
 """The positions of the control words, in 8-byte words: 8 of them fill a cache line."""
+_RELEASED = 256
+"""The position of the first word of those that tell of releases."""
+MAX_RELEASES = 256
 _START_OVER = 2**64 - 1
 _MIN_BYTES = 1 << 18
 
@@ -103,6 +107,18 @@ class RingWriter:
         self._words[_SLEEPING] = 0
         return True
 
+    def expect_release(self, number: int) -> None:
+        """Prepare the word of a message, below `MAX_RELEASES`, that is about to be put."""
+        self._words[_RELEASED + number] = 0
+
+    def is_released(self, number: int) -> bool:
+        """Return whether the reader has released that message: what it read may be written to."""
+        if not self._words[_RELEASED + number]:
+            return False
+        if not _IS_STRONG:
+            self._fence()
+        return True
+
     def say_goodbye(self) -> None:
         """Mark the ring as closed cleanly. Callable from any thread."""
         self._words[_GOODBYE] = 1
@@ -156,6 +172,12 @@ class RingReader:
         """Announce that this end is about to wait for a wake-up, or is awake again. Check for a packet in between."""
         self._words[_SLEEPING] = asleep
         self._fence()
+
+    def release(self, number: int) -> None:
+        """Tell the writer that a message is released. Callable from any thread."""
+        if not _IS_STRONG:
+            self._fence()
+        self._words[_RELEASED + number] = 1
 
     def said_goodbye(self) -> bool:
         """Return whether the peer closed cleanly."""

@@ -7,10 +7,10 @@ Every call is settled exactly once: by an answer that is taken, or by `on_lost`.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -291,49 +291,22 @@ class Connection(Generic[T]):
             raise WireError(f"no answer within {timeout_s:g} s")
 
 
-_LINGER_S = 1.0
-"""How long the thread waits for more before it ends: a peer that was slow once may be slow again at once."""
-
-
 class Outbox:
-    """A queue of sends, made in order. Any thread may post; none of them waits for another's send."""
+    """A queue of sends, made in order by a thread. Any thread may post; none of them waits for another's send."""
 
     def __init__(self, *, name: str, on_thread: Callable[[], None] = lambda: None) -> None:
         """Start nothing yet; the thread, when it is needed, first calls `on_thread`."""
-        self._name = name
-        self._on_thread = on_thread
-        self._sends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, name, on_thread)
+        self._last: Future[None] | None = None
         self._lock = threading.Lock()
-        self._posted = 0
-        self._is_running = False
 
     @property
     def is_empty(self) -> bool:
         """Whether everything that was posted has been sent, or has failed."""
-        return not self._posted
+        return self._last is None or self._last.done()
 
-    def post(self, send: Callable[[], None]) -> None:
+    def post(self, send: Callable[[], None]) -> Future[None]:
         """Have `send` called, which may wait and must not raise."""
         with self._lock:
-            self._posted += 1
-            self._sends.put(send)
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-
-    def _run(self) -> None:
-        self._on_thread()
-        while True:
-            try:
-                send = self._sends.get(timeout=_LINGER_S)
-            except queue.Empty:
-                with self._lock:
-                    if not self._posted:
-                        self._is_running = False
-                        return
-                continue
-            try:
-                send()
-            finally:
-                with self._lock:
-                    self._posted -= 1
+            self._last = self._thread.submit(send)
+            return self._last

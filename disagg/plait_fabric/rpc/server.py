@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -74,9 +75,7 @@ class Peer:
     def hang_up(self, flush_s: float = 0.0) -> None:
         """Close the channel once pending replies are sent or `flush_s` has passed."""
         if flush_s > 0:
-            sent = threading.Event()
-            self._outbox.post(sent.set)
-            sent.wait(flush_s)
+            wait([self._outbox.post(lambda: None)], flush_s)
         self.channel.close()
         self._room.release()
 

@@ -8,13 +8,13 @@ others out. Only authenticated peers reach `accept`.
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from plait_fabric.errors import AcceptTimeout, ChannelClosed, FabricError
 from plait_fabric.protocols import Channel
@@ -52,11 +52,9 @@ class Listener:
         """Connections dropped so far because they failed, or did not finish, the handshake."""
         self._closed = False
         self._pending: dict[socket.socket, tuple[Greeting[Channel], float]] = {}
-        self._wake_read, self._wake_write = os.pipe()
         sock.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name=f"fabric {address}", daemon=True)
         self._thread.start()
 
@@ -77,10 +75,9 @@ class Listener:
                 return
             self._closed = True
             self._changed.notify_all()
-        os.write(self._wake_write, b"x")
+        with suppress(OSError):  # the thread has seen `_closed` and has ended
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes it
         self._thread.join()
-        os.close(self._wake_read)  # not by the thread: it may see `_closed` and end before it is woken
-        os.close(self._wake_write)
 
     def __enter__(self) -> Listener:
         return self
@@ -92,7 +89,7 @@ class Listener:
         try:
             while not self._closed:
                 for key, _ in self._selector.select(self._next_expiry_s()):
-                    if key.fileobj is self._sock:
+                    if key.fileobj is self._sock and not self._closed:
                         self._admit()
                     elif isinstance(key.fileobj, socket.socket):
                         self._advance(key.fileobj)

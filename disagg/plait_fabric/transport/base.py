@@ -21,8 +21,8 @@ from plait_fabric.protocols import Buffer, Header
 from plait_fabric.transport.credit import Credit
 from plait_fabric.transport.frames import FrameKind, encode_header, pack_head, pack_places
 from plait_fabric.transport.staging import Part, stage, take_over
-from plait_fabric.transport.waiting import Deadline
 from plait_fabric.values import ChannelStatistics, Message, MessageLimits
+from plait_fabric.waiting import Deadline, pauses
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +109,12 @@ class ChannelBase(ABC):
         if not credit.spent:
             return
         self._counted.send_waits += 1
-        while True:
-            ticket = credit.ticket()
+        for _ in pauses():
             self._raise_if_unusable()
+            credit.check()
             if not credit.spent:
                 return
-            if deadline.passed or not credit.wait(ticket, deadline.left_s()):
+            if deadline.passed:
                 raise SendTimeout(f"the peer released no message within {deadline.timeout_s} s")
 
     @abstractmethod

@@ -12,8 +12,8 @@ from typing import TypeAlias, TypeVar
 
 from plait_fabric.errors import AuthFailed, ConnectTimeout, PeerLost
 from plait_fabric.transport.auth import CHALLENGE_BYTES, REFUSED, RESPONSE_BYTES, ClientHandshake, ServerHandshake
-from plait_fabric.transport.waiting import POLL_IN, Deadline, Waiter
 from plait_fabric.values import Scheme
+from plait_fabric.waiting import POLL_IN, Deadline, Waiter
 
 HUNG_UP = "the peer hung up during the handshake"
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 
 from plait_fabric.errors import ChannelClosed, FabricError, PeerLost, ProtocolViolation, RecvTimeout, SendTimeout
-from plait_fabric.memory.pool import Pool, release_all
+from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Channel
 from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.credit import Credit
@@ -29,31 +28,17 @@ from plait_fabric.transport.nixl_endpoint import DESCRIPTION_HEAD_BYTES, NixlEnd
 from plait_fabric.transport.staging import Part
 from plait_fabric.transport.stream import StreamFrame
 from plait_fabric.transport.tcp import TcpChannel, dial, listen_with, welcome
-from plait_fabric.transport.waiting import Deadline, has_hung_up
 from plait_fabric.values import Address, FabricOptions
+from plait_fabric.waiting import Deadline, has_hung_up, pauses
 
 _NOTE = struct.Struct("!cQ")
 _WRITTEN, _RELEASED = b"w", b"r"
-_BUSY_POLLS = 200
-_PAUSE_S, _LAST_PAUSE_S = 5e-5, 1e-3
 _MAX_WRITTEN = 1_024
 _ATTENTIVE_S, _NAP_S, _LONG_NAP_S = 1.0, 1e-3, 0.05
 """How often a receiver that waits for a message lets the library work: a note that could not leave at once, because the
 peers have just met, leaves only then. Often for so long after the last note, else rarely."""
 _LAST_NOTE_S = 0.2
 """How long a note may be in flight from a peer that has hung up meanwhile."""
-
-
-def _pauses() -> Iterator[None]:
-    """Return at once a few hundred times, and then less and less often: nothing wakes who waits for a write."""
-    for _ in range(_BUSY_POLLS):
-        yield
-        time.sleep(0)
-    pause_s = _PAUSE_S
-    while True:
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-        yield
 
 
 class _Notes(Credit):
@@ -66,11 +51,18 @@ class _Notes(Credit):
         in_flight_messages: int,
         fail: Callable[[FabricError], FabricError],
     ) -> None:
-        super().__init__(in_flight_messages, fail)
+        super().__init__(in_flight_messages, sock, lambda: fail(PeerLost("the peer is gone")))
         self._endpoint = endpoint
-        self._sock = sock
+        self._fail = fail
+        self._last_id = 0
         self._written: set[int] = set()
         self.noted_s = time.monotonic()
+
+    def charge(self, leases: Sequence[Lease]) -> int:
+        """Count the messages."""
+        self._last_id += 1
+        self._outstanding[self._last_id] = leases
+        return self._last_id
 
     def acknowledge(self, message_id: int) -> None:
         """Tell the peer that its message was released."""
@@ -97,26 +89,12 @@ class _Notes(Credit):
             leases = self._outstanding.pop(message_id, None) if kind == _RELEASED else None
             if leases is None:
                 raise self._fail(ProtocolViolation("the peer sent a note of a message that is not its"))
-            self._openings += 1
             release_all(leases)
 
-    def wait(self, ticket: int, timeout_s: float | None) -> bool:
-        """Poll until something was released after `ticket`. Raises `PeerLost`, `ProtocolViolation`."""
-        deadline = Deadline(timeout_s)
-        for _ in _pauses():
-            self.read()
-            if self._openings != ticket:
-                return True
-            if has_hung_up(self._sock):
-                raise self._fail(PeerLost("the peer is gone"))
-            if deadline.passed:
-                return False
-        return False
-
-    def reap(self) -> None:
-        """Take the notes that have come."""
-        with suppress(FabricError):  # the channel has it
-            self.read()
+    def let_go(self) -> None:
+        """Forget the channel here, too."""
+        super().let_go()
+        self._fail = lambda failure: failure
 
 
 class NixlChannel(TcpChannel):
@@ -147,7 +125,7 @@ class NixlChannel(TcpChannel):
         """Write what was announced. If that fails, the peer waits for something that will not come: hang up."""
         try:
             for step, _ in enumerate(
-                zip(self._endpoint.write(spans, _NOTE.pack(_WRITTEN, message_id)), _pauses(), strict=False)
+                zip(self._endpoint.write(spans, _NOTE.pack(_WRITTEN, message_id)), pauses(), strict=False)
             ):
                 if not step:
                     self._counted.send_waits += 1
@@ -183,7 +161,7 @@ class NixlChannel(TcpChannel):
 
     def _wait_until_written(self, message_id: int, deadline: Deadline) -> None:
         lost: Deadline | None = None
-        for _ in _pauses():
+        for _ in pauses():
             if self._notes.take_written(message_id):
                 return
             if isinstance(self._failure, ChannelClosed):

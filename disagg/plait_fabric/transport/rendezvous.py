@@ -4,8 +4,7 @@ The socket file has mode 0600 in a folder of mode 0700 that belongs to us, and t
 for the peer's user id. A file that a killed listener left behind is recognised (nothing answers)
 and replaced.
 
-After the handshake of `auth.py` the server's last packet carries its segment and the peer's end of
-the credit line; the client answers with its own segment.
+After the handshake of `auth.py` the server's last packet carries its segment; the client answers with its own.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import shutil
 import socket
 import stat
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -29,12 +29,12 @@ from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.auth import PROOF_BYTES
 from plait_fabric.transport.greeting import HUNG_UP, Greeting, authenticate, introduce, meet
 from plait_fabric.transport.shm import ShmChannel, segment_with_ring
-from plait_fabric.transport.waiting import Deadline
 from plait_fabric.values import Address, FabricOptions
+from plait_fabric.waiting import Deadline
 
 _LONGEST_PATH_BYTES = 107
 """sockaddr_un holds 108 bytes including the final zero (unix(7))."""
-_REGISTER = b"PLTSEG\x00\x02"
+_REGISTER = b"PLTSEG\x00\x03"
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -57,21 +57,9 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
 def _join(sock: socket.socket, peer: str, secret: bytes, options: FabricOptions) -> Greeting[ShmChannel]:
     """Authenticate, map the listener's segment and pass ours."""
     handshake = yield from introduce(sock, secret, "shm")
-    proof, descriptors = yield from _receive_descriptors(sock, PROOF_BYTES, 2)
-    with closing(descriptors):
-        handshake.verify(proof)
-        if len(descriptors) != 2:
-            raise ProtocolViolation("the listener passed no segment")
-        incoming = map_segment(descriptors[0])
-        credit = socket.socket(fileno=os.dup(descriptors[1]))
-    try:
-        outgoing, descriptor = segment_with_ring(options)
-        with closing([descriptor]):
-            socket.send_fds(sock, [_REGISTER], [descriptor])
-        return ShmChannel(control=sock, credit=credit, outgoing=outgoing, incoming=incoming, peer=peer, options=options)
-    except BaseException:
-        credit.close()
-        raise
+    incoming = yield from _receive_segment(sock, PROOF_BYTES, handshake.verify)
+    outgoing = _pass_segment(sock, _REGISTER, options)
+    return ShmChannel(control=sock, outgoing=outgoing, incoming=incoming, peer=peer, options=options)
 
 
 def _greet(sock: socket.socket, secret: bytes, options: FabricOptions) -> Greeting[ShmChannel]:
@@ -80,33 +68,36 @@ def _greet(sock: socket.socket, secret: bytes, options: FabricOptions) -> Greeti
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user not in (os.geteuid(), 0):
         raise AuthFailed(f"the peer runs as user {user}")
-    proof = yield from authenticate(sock, secret, "shm")
-    outgoing, descriptor = segment_with_ring(options)
-    credit, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with theirs, closing([descriptor]):
-            socket.send_fds(sock, [proof], [descriptor, theirs.fileno()])
-        packet, descriptors = yield from _receive_descriptors(sock, len(_REGISTER), 1)
-        with closing(descriptors):
-            if packet != _REGISTER or len(descriptors) != 1:
-                raise ProtocolViolation("it registered no segment")
-            incoming = map_segment(descriptors[0])
-        return ShmChannel(
-            control=sock, credit=credit, outgoing=outgoing, incoming=incoming, peer="shm client", options=options
-        )
-    except BaseException:
-        credit.close()
-        raise
+    outgoing = _pass_segment(sock, (yield from authenticate(sock, secret, "shm")), options)
+    incoming = yield from _receive_segment(sock, len(_REGISTER), _check_register)
+    return ShmChannel(control=sock, outgoing=outgoing, incoming=incoming, peer="shm client", options=options)
 
 
-def _receive_descriptors(sock: socket.socket, nbytes: int, count: int) -> Greeting[tuple[bytes, list[int]]]:
-    """Read a packet and its descriptors, which are then the caller's to close. Raises `PeerLost`."""
+def _pass_segment(sock: socket.socket, packet: bytes, options: FabricOptions) -> memoryview:
+    """Send a new segment of ours with the packet, and return it."""
+    segment, descriptor = segment_with_ring(options)
+    with closing([descriptor]):
+        socket.send_fds(sock, [packet], [descriptor])
+    return segment
+
+
+def _receive_segment(sock: socket.socket, nbytes: int, check: Callable[[bytes], None]) -> Greeting[memoryview]:
+    """Map the segment that comes with a packet. Raises `PeerLost`, `ProtocolViolation`, and what `check` of the packet
+    raises."""
     yield
-    packet, descriptors, _, _ = socket.recv_fds(sock, nbytes + 1, count)
-    if not packet:
-        with closing(descriptors):
+    packet, descriptors, _, _ = socket.recv_fds(sock, nbytes + 1, 1)
+    with closing(descriptors):
+        if not packet:
             raise PeerLost(HUNG_UP)
-    return packet, descriptors
+        check(packet)
+        if len(descriptors) != 1:
+            raise ProtocolViolation("the peer passed no segment")
+        return map_segment(descriptors[0])
+
+
+def _check_register(packet: bytes) -> None:
+    if packet != _REGISTER:
+        raise ProtocolViolation("it registered no segment")
 
 
 def listen(address: Address, secret: bytes, options: FabricOptions) -> Listener:

@@ -2,8 +2,8 @@
 
 Each side owns one sealed segment (`segment.py`), registered with the peer once, when the channel
 is made. Sending writes the payload into a lease of it (the only copy) and puts a packet with its
-location into a ring at the segment's beginning (`ring.py`); the receiver reads the payload in place and
-acknowledges on release, which returns the lease (`credit.py`). Payloads up to `inline_bytes` travel in
+location into a ring at the segment's beginning (`ring.py`); the receiver reads the payload in place and marks it
+there on release, which returns the lease (`credit.py`). Payloads up to `inline_bytes` travel in
 the packet itself. A packet is either complete or absent, so a timeout never tears a frame.
 
 The socket carries one byte to a peer that sleeps, and nothing while it is awake. When a process dies
@@ -20,10 +20,10 @@ from contextlib import suppress
 
 from plait_fabric.errors import ChannelClosed, FabricError, PeerClosed, ProtocolViolation, RecvTimeout, SendTimeout
 from plait_fabric.memory.pool import Lease, Pool, release_all
-from plait_fabric.memory.ring import RingReader, RingWriter, ring_bytes
+from plait_fabric.memory.ring import MAX_RELEASES, RingReader, RingWriter, ring_bytes
 from plait_fabric.memory.segment import create_segment
 from plait_fabric.transport.base import ChannelBase
-from plait_fabric.transport.credit import CreditLine
+from plait_fabric.transport.credit import RingCredit
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
     FrameKind,
@@ -36,16 +36,13 @@ from plait_fabric.transport.frames import (
     unpack_prefix,
 )
 from plait_fabric.transport.staging import Part, align, part_view
-from plait_fabric.transport.waiting import GONE, POLL_IN, Deadline, Waiter
 from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Message, MessageLimits
+from plait_fabric.waiting import GONE, POLL_IN, Deadline, Waiter, pauses
 
-_SOCKET_BUFFER_BYTES = 1 << 20
 _WAKE = b"!"
 _LOOK_S = 1.0
 """How often a sleeping end also checks on its own. It is woken whenever there is something to read; this is a
 safeguard."""
-_ROOM_S = 2e-4
-"""How often a sender checks for room in the ring, which is rare: the ring holds more packets than the credit window."""
 _LOOKS = 16
 """How often to check before letting other threads run: they wait for less than two microseconds."""
 _TRUSTED_SENDS = 32
@@ -71,25 +68,22 @@ class ShmChannel(ChannelBase):
         self,
         *,
         control: socket.socket,
-        credit: socket.socket,
         outgoing: memoryview,
         incoming: memoryview,
         peer: str,
         options: FabricOptions,
     ) -> None:
-        """Take ownership of both sockets.
+        """Take ownership of the socket.
 
         `outgoing` is ours to write (the ring, then the pool), `incoming` is the peer's. Raises `ProtocolViolation`
         when the peer's segment has no ring.
         """
-        for sock in (control, credit):
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        control.setblocking(False)
         ours = ring_bytes(_max_packet(options.limits))
         self._reader = RingReader(incoming)
         self._writer = RingWriter(outgoing[:ours])
         self._arrivals = incoming[self._reader.nbytes :]
-        self._credit = CreditLine(credit, options.in_flight_messages, self._fail)
+        self._credit = RingCredit(self._writer, options.in_flight_messages, control, self._closed_error)
         super().__init__(pool=Pool(outgoing[ours:], gate=self._credit), peer=peer, limits=options.limits)
         self._control = control
         self._inline_bytes = options.inline_bytes
@@ -127,13 +121,14 @@ class ShmChannel(ChannelBase):
 
     def _wait_for_room(self, head: bytes, payload: Sequence[memoryview], deadline: Deadline) -> None:
         self._counted.send_waits += 1
-        while not self._writer.put(head, payload):
+        for _ in pauses():
+            if self._writer.put(head, payload):
+                return
             self._raise_if_unusable()
             if deadline.passed:
                 raise SendTimeout(f"the peer took no message for {deadline.timeout_s} s")
             if self._broken.wait(0.0):
                 raise self._closed_error()
-            time.sleep(_ROOM_S)
 
     def _wake(self) -> None:
         try:
@@ -224,13 +219,15 @@ class ShmChannel(ChannelBase):
             views = _unpack_inline(packet[payload_at:], unpack_lengths(table, prefix))
             return Message(header, views, self._count_release, lent=False), prefix.payload_bytes
         message_id, places = unpack_places(table, prefix, len(self._arrivals))
+        if message_id >= MAX_RELEASES:
+            raise ProtocolViolation(f"the peer sent a message of number {message_id}")
         views = [self._arrivals[offset : offset + nbytes] for offset, nbytes in places]
         return Message(header, views, self._releaser(message_id)), prefix.payload_bytes
 
     def _releaser(self, message_id: int) -> Callable[[], None]:
         def release() -> None:
             self._count_release()
-            self._credit.acknowledge(message_id)
+            self._reader.release(message_id)
 
         return release
 
@@ -239,17 +236,16 @@ class ShmChannel(ChannelBase):
             self._writer.say_goodbye()
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
-        self._credit.hang_up(goodbye=goodbye)
 
     def close(self) -> None:
-        """Send a goodbye, end both sockets and wake all waiters."""
+        """Say goodbye, end the socket and wake all waiters."""
         if not self._close_once():
             return
         self.pool.shut(ChannelClosed("this side of the channel was closed"))
         self._hang_up(goodbye=True)
         with self._sending, self._receiving:
             self._control.close()
-            self._credit.close()
+            self._credit.let_go()
 
 
 def _unpack_inline(payload: bytes, lengths: tuple[int, ...]) -> list[memoryview]:

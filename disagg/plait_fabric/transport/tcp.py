@@ -37,8 +37,8 @@ from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, p
 from plait_fabric.transport.greeting import Greeting, authenticate, introduce, meet, receive
 from plait_fabric.transport.staging import Part, part_view
 from plait_fabric.transport.stream import FrameReader, StreamFrame
-from plait_fabric.transport.waiting import GONE, POLL_IN, POLL_OUT, Deadline, Waiter
 from plait_fabric.values import Address, FabricOptions, Message, Scheme
+from plait_fabric.waiting import GONE, POLL_IN, POLL_OUT, Deadline, Waiter
 
 _GATHER = 512
 """Max buffers per `sendmsg`; IOV_MAX is 1024 on Linux."""

@@ -43,7 +43,7 @@ from plait_disagg.graph.capture.draft import (
 )
 from plait_disagg.graph.capture.exported import Exported, block_line, export, module_hint, source_line
 from plait_disagg.graph.capture.rows_first import MAKERS, MovedCall, Mover
-from plait_disagg.graph.edit import lookups_of, simplify
+from plait_disagg.graph.edit import lookups_of
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.fold import fold
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input, check_inputs, ports_of, tensor_names
@@ -125,7 +125,7 @@ class _Capture:
                 raise UnsupportedOperator("output", f"{name} does not have one row per candidate")
             outputs.append((name, value.ref))
         program, constants = self._draft.finished(tuple(outputs))
-        program, constants = fold(simplify(program), constants, self._draft.tables)
+        program, constants = fold(program, constants, self._draft.tables)
         read = {lookup.table for lookup in lookups_of(program)}
         return Captured(
             program=program,

@@ -3,53 +3,67 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_flow, parse_queued_s
+from plait_disagg.errors import Busy, RankError
+from plait_disagg.messages import wire
+from plait_disagg.messages.wire import DenseAsk, dense_message, done_message, failed_header, parse_dense, parse_done
+from plait_fabric.layouts import parse_layout
+from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
 
-
-def test_deadlines_survive_another_clock() -> None:
-    """They travel as what is left, through JSON; whoever has none, has none there either."""
-    flow = Flow(window=3, open=2, due_s=100.5, lost_s=None)
-    header = json.loads(json.dumps({"flow": flow_field(flow, 100.0)}))
-    assert parse_flow(header, 7_000.0) == Flow(window=3, open=2, due_s=7_000.5, lost_s=None)
-    assert parse_flow({}, 0.0) == parse_flow({"flow": flow_field(Flow(), 5.0)}, 0.0) == Flow()
-    whole = Flow(window=1, due_s=3.0, lost_s=4.0)
-    assert parse_flow({"flow": flow_field(whole, 2.0)}, 2.0) == whole
-    assert parse_queued_s({"queued_ms": 1.5}) == 0.0015
-    assert parse_queued_s({}) == 0.0
+POOL = Pool.anonymous(1 << 16)
+LAYOUT = parse_layout("f4:i::a")
+ROWS = {"a": torch.zeros(2)}
+BUFFERS = [memoryview(bytearray(8))]
 
 
-def test_a_batch_is_as_urgent_as_its_first_request_and_lost_with_its_last() -> None:
-    """One without a deadline is never lost."""
-    assert due_of([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    assert due_of([3.0, None]) == (3.0, None)
-    assert due_of([None, None]) == (None, None)
+def crossed(clock: pytest.MonkeyPatch, deadlines: Sequence[float | None], **changes: Any) -> DenseAsk:
+    """A batch that leaves at 100 s, through JSON, and arrives at 7,000 s on another clock."""
+    clock.setattr(wire, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    message = dense_message(1, LAYOUT, ROWS, [2], POOL, wire="float32", window=3, open_calls=2, deadlines=deadlines)
+    clock.setattr(wire, "time", SimpleNamespace(monotonic=lambda: 7_000.0))
+    return parse_dense(json.loads(json.dumps(message[0])) | changes, BUFFERS, LAYOUT)
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        [],
-        [0, 1],
-        [1, None],
-        [1, "x"],
-        [1, 1, 1e30],
-        [1, 1, 3.0, 4.0, 5.0],
-        [True, 1],
-    ],
+    ("deadlines", "due_s", "lost_s"),
+    [([103.0, 101.0, 102.0], 7_001.0, 7_003.0), ([103.0, None], 7_003.0, None), ([None, None], None, None)],
 )
-def test_nonsense_is_refused(bad: Any) -> None:
+def test_deadlines_survive_another_clock(
+    monkeypatch: pytest.MonkeyPatch, deadlines: list[float | None], due_s: float | None, lost_s: float | None
+) -> None:
+    """They travel as what is left. A batch is as urgent as its first request and lost with its last; one without a
+    deadline is never lost."""
+    ask = crossed(monkeypatch, deadlines)
+    assert (ask.window, ask.open, ask.due_s, ask.lost_s) == (3, 2, due_s, lost_s)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window": 0}, {"window": None}, {"window": True}, {"open": 1.0}, {"open": 0}, {"due_s": "x"},
+        {"due_s": float("inf")}, {"lost_s": [1.0]}, {"lost_s": True},
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     """By name, before anything of it is used."""
-    with pytest.raises(WireError, match="flow"):
-        parse_flow({"flow": bad}, 0.0)
+    with pytest.raises(WireError, match=next(iter(change))):
+        crossed(monkeypatch, [101.0], **change)
 
 
 @pytest.mark.parametrize("bad", ["1", None, -1.0, 1e30, [1], float("nan"), True])
 def test_a_wait_that_is_no_time_is_refused(bad: Any) -> None:
-    """It would move the window."""
+    """It would move the window. A batch that was not computed has none."""
+    header, _ = done_message(1, LAYOUT, ROWS, 2.0, POOL, queued_ms=1.5)
+    number, done = parse_done(header, BUFFERS, LAYOUT)
+    assert not isinstance(done, RankError)
+    assert (number, *done[1:]) == (1, 2.0, 1.5)
+    assert isinstance(parse_done(failed_header(1, Busy("x")), [], LAYOUT)[1], Busy)
     with pytest.raises(WireError, match="queued_ms"):
-        parse_queued_s({"queued_ms": bad})
+        parse_done(header | {"queued_ms": bad}, BUFFERS, LAYOUT)

@@ -15,7 +15,6 @@ import torch
 
 from plait_disagg.graph.sample_inputs import collate, for_module
 from plait_disagg.package import Package, PackageError, open_package
-from plait_disagg.queue.batch_boundary import BatchBoundary
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import Journal
@@ -25,6 +24,7 @@ from plait_disagg.refresh.prepared_update import touch_pages, write_rows
 from plait_disagg.refresh.publish import publish
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.values import RankAnswer
+from plait_disagg.workers.base import BatchBoundary
 from support import refresh as kit
 from support.waiting import until, wait_for
 
@@ -397,20 +397,25 @@ class TestClients:
 
 
 def test_no_change_is_made_inside_a_batch():
-    """It waits, and is made before the next batch, though batches follow each other without a pause. What it raises
-    comes back to the one who wanted it, and to nobody else."""
+    """It waits, and is made before the next batch, though batches follow each other without a pause. One that fails
+    leaves the next batch alone."""
     between, log = BatchBoundary(), []
-    with between.batch():
-        thread = threading.Thread(target=between.change, args=(lambda: log.append("change"),))
+
+    def change():
+        with between:
+            log.append("change")
+
+    with between:
+        thread = threading.Thread(target=change)
         thread.start()
-        while not between._waiting:
+        while not between._door.locked():
             pass
         log.append("batch")
-    with between.batch():
+    with between:
         log.append("next")
     thread.join()
     assert log == ["batch", "change", "next"]
-    with pytest.raises(ZeroDivisionError):
-        between.change(lambda: 1 / 0)
-    with between.batch():
+    with pytest.raises(KeyError), between:
+        raise KeyError
+    with between:
         pass

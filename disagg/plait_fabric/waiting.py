@@ -6,6 +6,7 @@ import math
 import select
 import socket
 import time
+from collections.abc import Iterator
 
 POLL_IN = select.POLLIN
 POLL_OUT = select.POLLOUT
@@ -49,6 +50,23 @@ class Waiter:
                 if self._poll.poll(0):
                     return True
         return bool(self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+
+
+_BUSY_POLLS = 200
+_PAUSE_S, _LAST_PAUSE_S = 5e-5, 1e-3
+
+
+def pauses() -> Iterator[None]:
+    """Return at once a few hundred times, and then less and less often: for what nobody is woken by, which is rare,
+    because windows and pools are larger than what is usually on its way."""
+    for _ in range(_BUSY_POLLS):
+        yield
+        time.sleep(0)
+    pause_s = _PAUSE_S
+    while True:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        yield
 
 
 def has_hung_up(sock: socket.socket) -> bool:
