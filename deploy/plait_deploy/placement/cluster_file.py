@@ -10,7 +10,7 @@ A group's `used` (`{cpus, memory_gib, gpus: [0.5, 1]}`, by device) is what other
 
 from __future__ import annotations
 
-import json
+import re
 from collections import Counter
 from typing import Annotated, Literal
 
@@ -23,25 +23,25 @@ from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacemen
 MAX_NODES = 20_000
 """What decisions are tested with."""
 
-_Amount = Annotated[float, Field(ge=0, le=1e9)]
+_Amount = Annotated[float, Field(ge=0, le=1e9, strict=True)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class _Used(_Part):
     cpus: _Amount = 0
     memory_gib: _Amount = 0
-    gpus: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    gpus: tuple[Annotated[float, Field(ge=0, le=1, strict=True)], ...] = ()
 
 
 class _Group(_Part):
     name: str = Field(min_length=1)
-    count: int = Field(default=1, ge=1, le=MAX_NODES)
+    count: int = Field(default=1, ge=1, le=MAX_NODES, strict=True)
     cpus: _Amount
     memory_gib: _Amount
-    gpus: int = Field(default=0, ge=0, le=64)
+    gpus: int = Field(default=0, ge=0, le=64, strict=True)
     gpu_model: str = ""
     used: _Used = _Used()
 
@@ -73,7 +73,7 @@ class _Cluster(_Part):
 def parse_cluster(data: object) -> ClusterState:
     """Return the cluster that the plain data of a file describes. Raises `ClusterError`."""
     try:
-        cluster = _Cluster.model_validate_json(json.dumps(data, default=str))  # whose lists may be strict tuples
+        cluster = _Cluster.model_validate(data)
     except ValidationError as error:
         raise ClusterError(_sentence(error)) from error
     nodes, held = list[ClusterNode](), list[_Used]()
@@ -114,8 +114,9 @@ def _sentence(error: ValidationError) -> str:
     """Return the first thing that is wrong, with the name of its field."""
     first = error.errors(include_url=False)[0]
     where, message = ".".join(map(str, first["loc"])) or "the cluster", first["msg"].removeprefix("Value error, ")
-    message = message.replace("Input should", "must")
+    message = re.sub(r" or instance of \w+", "", message.replace("valid tuple", "list").replace("dictionary", "mapping"))
+    message = re.sub("^(Input|Tuple) should", "must", message)
     if first["type"] == "extra_forbidden":
         return f"{where}: unknown key"
-    given = "" if first["type"] in ("missing", "value_error") else f", not {repr(first['input'])[:60]}"
+    given = "" if first["type"] in ("missing", "value_error", "too_short") else f", not {repr(first['input'])[:60]}"
     return f"{where}: {message[0].lower()}{message[1:]}{given}"

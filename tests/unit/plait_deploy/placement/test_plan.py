@@ -38,10 +38,11 @@ def test_a_cluster_file_is_read():
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (None, "the cluster: must be an object"),
+        (None, "the cluster: must be a valid mapping, not None"),
         ({"nodes": []}, "nodes: .*at least 1 item"),
-        ({"nodes": "g"}, "nodes: must be a valid array, not 'g'"),
+        ({"nodes": "g"}, "nodes: must be a list, not 'g'"),
         ({"nodes": [GROUP], "racks": 2}, "racks: unknown key"),
+        ({"nodes": [GROUP], 2: 2}, "2: "),
         ({"nodes": [{**GROUP, "gpu": 2}]}, r"nodes\.0\.gpu: unknown key"),
         ({"nodes": [{**GROUP, "cpus": "many"}]}, r"nodes\.0\.cpus: must be a valid number, not 'many'"),
         ({"nodes": [{**GROUP, "cpus": True}]}, r"nodes\.0\.cpus: must be a valid number"),
@@ -59,7 +60,7 @@ def test_a_cluster_file_is_read():
         ({"nodes": [{**GROUP, "used": {"cpus": 17}}]}, r"nodes\.0: used: more than a node has"),
         ({"nodes": [{**GROUP, "used": {"gpus": [1, 1, 1]}}]}, "3 devices of 2"),
         ({"nodes": [{**GROUP, "used": {"gpus": [1.5]}}]}, r"used\.gpus\.0: must be less than or equal to 1, not 1.5"),
-        ({"nodes": [{**GROUP, "used": {"gpus": 1}}]}, r"used\.gpus: must be a valid array"),
+        ({"nodes": [{**GROUP, "used": {"gpus": 1}}]}, r"used\.gpus: must be a list"),
         ({"nodes": [{**GROUP, "used": {"gpus": [-1]}}]}, r"used\.gpus\.0: must be greater than or equal to 0"),
     ],
 )
