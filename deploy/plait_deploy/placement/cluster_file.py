@@ -114,8 +114,8 @@ def _sentence(error: ValidationError) -> str:
     """Return the first thing that is wrong, with the name of its field."""
     first = error.errors(include_url=False)[0]
     where, message = ".".join(map(str, first["loc"])) or "the cluster", first["msg"].removeprefix("Value error, ")
-    message = re.sub(r" or instance of \w+", "", message.replace("valid tuple", "list").replace("dictionary", "mapping"))
-    message = re.sub("^(Input|Tuple) should", "must", message)
+    message = re.sub("^(Input|Tuple) should", "must", re.sub(r" or instance of \w+", "", message))
+    message = message.replace("valid tuple", "list").replace("dictionary", "mapping")
     if first["type"] == "extra_forbidden":
         return f"{where}: unknown key"
     given = "" if first["type"] in ("missing", "value_error", "too_short") else f", not {repr(first['input'])[:60]}"
