@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 
@@ -67,16 +67,11 @@ class ResultRow:
     busy: bool = False
 
     @classmethod
-    def of(
-        cls, values: Sequence[float], *, system: str, workload: str, metric: str, unit: str, layout: str = "",
-        kind: str = "measured",
-    ) -> Self:  # fmt: skip
-        """Summarise one value per round. Raises ValueError if there are none."""
+    def of(cls, values: Sequence[float], **of: str) -> Self:
+        """Summarise one value per round. `of`: what and whose it is. Raises ValueError if there are none."""
         p20, median, p80 = (percentile(values, share) for share in (0.2, 0.5, 0.8))
-        return cls(
-            system=system, workload=workload, metric=metric, unit=unit, value=median, p20=p20, p80=p80, n=len(values),
-            layout=layout, kind=kind, rounds=tuple(values),
-        )  # fmt: skip
+        given: dict[str, Any] = {**of, "rounds": tuple(values)}
+        return cls(value=median, p20=p20, p80=p80, n=len(values), **given)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -227,24 +222,22 @@ _CHILD = (
 
 
 @contextmanager
-def calling(function: Callable[..., object], *arguments: object) -> Iterator[tuple[list[str], int]]:
-    """Yield the arguments of a Python process that calls a function, whose module is imported under its own name; and
-    the descriptor that it has to inherit."""
+def started(
+    function: Callable[..., object],
+    *arguments: object,
+    pass_fds: Sequence[int] = (),
+    python: str | Path = sys.executable,
+    paths: Sequence[str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process that calls a function, whose module is imported under its own name; it may end with its standard
+    input, and is killed (-9) at the end. `python`: another interpreter, which has `paths` only."""
     ours, theirs = Pipe()
     with ours, theirs:
         ours.send((function, arguments))
-        yield ["-c", _CHILD, str(theirs.fileno())], theirs.fileno()
-
-
-@contextmanager
-def started(
-    function: Callable[..., object], *arguments: object, pass_fds: Sequence[int] = ()
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that calls a function; it may end with its standard input, and is killed (-9) at the end."""
-    with calling(function, *arguments) as (command, fd):
         process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[*pass_fds, fd],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            [str(python), "-c", _CHILD, str(theirs.fileno())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[*pass_fds, theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path if paths is None else paths)},
         )  # fmt: skip
     with process:
         try:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from plait_bench import records
-from plait_bench.benchmark import Benchmark, Say
+from plait_bench.benchmark import Say
 from plait_bench.errors import BenchError
 from plait_bench.host import BUSY_LOAD, ROOT, SLOW_WAKE_US, UNKNOWN, commit, host_facts
 from plait_bench.runner import TRIALS, RunPlan, joined, run
@@ -25,71 +24,63 @@ RESULTS = ROOT / "loadtest" / "results"
 ROUNDS, QUICK_ROUNDS = 5, 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchJob:
-    """The command line's settings. `rounds` None: the benchmark's own number; empty `workloads` or `systems`: all.
-    `at`: the commit that this tree is a copy of, where there is no git. `options`: by name, those that were given.
+def measure(
+    name: str,
+    *,
+    say: Say,
+    rounds: int | None = None,
+    quick: bool = False,
+    workloads: Sequence[str] = (),
+    systems: Sequence[str] = (),
+    record: bool = False,
+    results: Path | None = None,
+    copy_of: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`.
+
+    `rounds` None: the benchmark's own number; empty `workloads` or `systems`: all. `copy_of`: the commit that this tree
+    is a copy of, where there is no git. `options`: those of the benchmark that were given.
     """
-
-    name: str
-    rounds: int | None = None
-    quick: bool = False
-    at: str = ""
-    workloads: tuple[str, ...] = ()
-    systems: tuple[str, ...] = ()
-    record: bool = False
-    results: Path | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
-    """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`."""
-    at = _commit(job)
-    benchmark, plan = _prepared(job)
-    host = host_facts()
-    path = job.results or RESULTS / f"{job.name}.jsonl"
-    say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
+    at = _commit(copy_of, record=record)
+    module = import_module(f"plait_bench.{name}")
+    takes = signature(module.benchmark).parameters
+    # Published data may be named for all of them, by the environment.
+    if ignored := sorted(options.keys() - takes - {"data"}):
+        raise BenchError(f"{name} takes no {ignored[0]}")
+    given = {key: value for key, value in {**options, "systems": systems}.items() if key in takes}
+    # The rounds of the tuner's and the placement benchmark are seeds.
+    usual = getattr(module, "QUICK_SEEDS", QUICK_ROUNDS) if quick else getattr(module, "SEEDS", ROUNDS)
+    plan = RunPlan(
+        rounds=rounds or usual,
+        trials=1 if quick else TRIALS,
+        systems=tuple(systems),
+        settles=(rounds or usual) > QUICK_ROUNDS,  # a quick run is a look
+    )
+    benchmark, host = module.benchmark(only=workloads, **given), host_facts()
+    path = results or RESULTS / f"{name}.jsonl"
+    say(f"{name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     _warn(host, say)
     parts = []
     for part in run(benchmark, plan, say=say):
         parts.append(part)
-        if job.record:
-            if _commit(job) != at:  # nor did anybody change it meanwhile
+        if record:
+            if _commit(copy_of, record=record) != at:  # nor did anybody change it meanwhile
                 raise BenchError(f"the checkout left commit {at} while it was measured: nothing more is recorded")
-            left_out = records.put(path, job.name, at, host, part.rows)
+            left_out = records.put(path, name, at, host, part.rows)
             say(f"recorded in {path}" + (f", but for {left_out} rows: the host was busy" if left_out else ""))
-    return records.document(job.name, at, host, joined(parts))
+    return records.document(name, at, host, joined(parts))
 
 
-def _prepared(job: BenchJob) -> tuple[Benchmark, RunPlan]:
-    module = import_module(f"plait_bench.{job.name}")
-    takes = signature(module.benchmark).parameters
-    given = {**job.options, "systems": job.systems}
-    # Published data may be named for all of them, by the environment.
-    if ignored := sorted(job.options.keys() - takes - {"data"}):
-        raise BenchError(f"{job.name} takes no {ignored[0]}")
-    options = {name: value for name, value in given.items() if name in takes}
-    # The rounds of the tuner's and the placement benchmark are seeds.
-    rounds = getattr(module, "QUICK_SEEDS", QUICK_ROUNDS) if job.quick else getattr(module, "SEEDS", ROUNDS)
-    plan = RunPlan(
-        rounds=job.rounds or rounds,
-        trials=1 if job.quick else TRIALS,
-        systems=job.systems,
-        settles=(job.rounds or rounds) > QUICK_ROUNDS,  # a quick run is a look
-    )
-    benchmark: Benchmark = module.benchmark(only=job.workloads, **options)
-    return benchmark, plan
-
-
-def _commit(job: BenchJob) -> str:
+def _commit(copy_of: str, *, record: bool) -> str:
     """Return the checkout's commit, or the one that was said to be copied here. Raises `BenchError` if that cannot
     be, or rows that are to be recorded could not name it."""
     found = commit(ROOT)
-    if found != UNKNOWN and job.at:
+    if found != UNKNOWN and copy_of:
         raise BenchError("--at is for a copy without git; this checkout knows its commit")
-    if job.record and not job.at:
+    if record and not copy_of:
         records.require_clean(ROOT)
-    return job.at or found
+    return copy_of or found
 
 
 def _warn(host: Mapping[str, Any], say: Say) -> None:

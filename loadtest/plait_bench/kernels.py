@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.benchmark import Timer
 
 from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, readings, selected
 from plait_bench.errors import Disagreement, SystemUnavailable
-from plait_kernels.devices import default_device, synchronize
+from plait_kernels.devices import default_device
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
 from plait_kernels.lora_merge import Term
@@ -258,24 +258,15 @@ class DeviceTimer:
 
         return CudaCapture(torch.device(self.device))(run).replay if self.on_gpu else run
 
-    def elapsed_s(self, run: Call, times: int) -> float:
-        """Return how long `times` runs take, the device's work included."""
-        synchronize(torch.device(self.device))
-        began_s = time.perf_counter()
-        for _ in range(times):
-            run()
-        synchronize(torch.device(self.device))
-        return time.perf_counter() - began_s
-
     def sets(self, nbytes: int) -> int:
         """Return how many sets of inputs make every call read memory, given the bytes that one call moves."""
         return max(2, min(_MAX_SETS, -(-_COLD_BYTES // nbytes)))
 
     def per_call_s(self, run: Call, calls: int) -> float:
-        """Return the seconds of one of the `calls` that `run` makes, over about a twentieth of a second."""
-        once_s = max(self.elapsed_s(run, 1), 1e-6)
-        times = max(1, int(_ROUND_S / once_s))
-        return self.elapsed_s(run, times) / times / calls
+        """Return the seconds of one of the `calls` that `run` makes, over about a twentieth of a second; the device's
+        work is included."""
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=_ROUND_S).mean / calls
 
 
 class OperatorWorkload(Workload):
@@ -305,7 +296,7 @@ class OperatorWorkload(Workload):
         form, sets = self._form(system), self._drawn(copied(self._case.moved)) if system == COPY else self._sets
         run = self._clock.prepare([partial(form, *given) for given in sets])
         self._answers[system] = partial(_answer, form, sets[0])
-        yield Subject(lambda _: self._timed(run, len(sets)), warm_up=lambda: self._clock.elapsed_s(run, 1))
+        yield Subject(lambda _: self._timed(run, len(sets)), warm_up=run)
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the forms' results. Raises `Disagreement`."""

@@ -24,17 +24,16 @@ from plait_bench.runner import BenchResult, RunPlan, joined, run
 class FakeFleet:
     """Takes ``seconds(layout, run number)`` of virtual time; notes in ``log`` what it was asked."""
 
-    def __init__(self, name: str, seconds: Callable[[ProcessLayout, int], float], log: list[str]) -> None:
+    def __init__(
+        self, name: str, layout: ProcessLayout, seconds: Callable[[ProcessLayout, int], float], log: list[str]
+    ) -> None:
         self._name = name
+        self._layout = layout
         self._seconds = seconds
         self._log = log
-        self._layout = ProcessLayout(processes=1, threads=1)
         self._runs = 0
         self.closed = False
         self.is_paused = False
-
-    def configure(self, layout: ProcessLayout) -> None:
-        self._layout = layout
 
     def peak_bytes(self) -> int:
         return 3 << 30
@@ -79,10 +78,9 @@ def fake_systems(*names: str, **more: object) -> list[System]:
 
 
 def fake_workload(name: str = "work", items: int = 4, **more: object) -> ItemList:
-    """``items`` items at once, and a warm-up of one; for systems called a to c, ours, theirs and third."""
+    """``items`` items at once, and a warm-up of one."""
     item = {"picture": 1}
-    given = {"one_by_one": False, "systems": frozenset({"a", "b", "c", "ours", "theirs", "third"}), **more}
-    return ItemList(name=name, items=(item,) * items, warm_up=(item,), **given)
+    return ItemList(name=name, items=(item,) * items, warm_up=(item,), **{"one_by_one": False, **more})
 
 
 # ---- systems that worker processes build ----------------------------------------------------------------------------
@@ -91,11 +89,8 @@ def fake_workload(name: str = "work", items: int = 4, **more: object) -> ItemLis
 class Echo(FleetWorker):
     """Returns each item with the layout it was given; fails, dies or chats when an item says so."""
 
-    def __init__(self, settings: Mapping[str, str]) -> None:
-        self._told: dict[str, object] = dict(settings)
-
-    def configure(self, *, threads: int, variant: str) -> None:
-        self._told |= {"threads": threads, "variant": variant}
+    def __init__(self, settings: Mapping[str, object]) -> None:
+        self._told = settings
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Item]:
         for item in items:
@@ -118,16 +113,14 @@ def absent(settings: Mapping[str, str]) -> FleetWorker:
 class InProcessFleet:
     """One subject in this process: what `WorkerFleet` does, without the seconds that a process takes to load torch."""
 
-    def __init__(self, system: System, processes: int) -> None:
-        assert processes == 1
+    def __init__(self, system: System, layout: ProcessLayout) -> None:
+        assert layout.processes == 1
         module, _, name = system.factory.partition(":")
-        self._worker: FleetWorker = getattr(__import__(module, fromlist=[name]), name)(system.settings)
+        settings = {**system.settings, "threads": layout.threads, "variant": layout.variant}
+        self._worker: FleetWorker = getattr(__import__(module, fromlist=[name]), name)(settings)
 
     def peak_bytes(self) -> int:
         return peak_memory_of([os.getpid()])
-
-    def configure(self, layout: ProcessLayout) -> None:
-        self._worker.configure(threads=layout.threads, variant=layout.variant)
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> tuple[float, list[Item]]:
         started_s = time.monotonic()

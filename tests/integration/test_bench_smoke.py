@@ -18,7 +18,7 @@ from plait_bench.benchmark import Benchmark
 from plait_bench.host import host_facts
 from plait_bench.images import measured as pixels
 from plait_bench.images.fleet import ItemList
-from plait_bench.images.orders import Variety, size_of, workload
+from plait_bench.images.orders import ImageSize, size_of, workload
 from plait_bench.records import document
 from plait_bench.runner import RunPlan
 from plait_serving.diffusion.published.architectures import FamilyName
@@ -34,14 +34,14 @@ WORKLOADS = ("lora", "mixed16")
 SYSTEMS = ("plait_engine", "diffusers_fair", "diffusers", "diffusers_batched")
 
 
-def _document(folder: Path, variety: Variety, names: Sequence[str]) -> Mapping[str, Any]:
+def _document(folder: Path, size: ImageSize, names: Sequence[str]) -> Mapping[str, Any]:
     """The document of one round over the warm-up orders of every workload."""
     pytest.importorskip("peft", reason="the peers read LoRA files with PEFT")
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pixels, "MAX_DIFFERENCE_LEVELS", 2)  # else the run stops: all make the same pictures
-        patched.setattr(images, "workload", lambda name, variety: _shortened(workload(name, variety)))
-        workloads = images.on_fleets(folder, [variety], names, SYSTEMS, open_fleet=InProcessFleet, host_cores=1)
+        patched.setattr(images, "workload", lambda name, size: _shortened(workload(name, size)))
+        workloads = images.on_fleets(folder, [size], names, SYSTEMS, open_fleet=InProcessFleet, host_cores=1)
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
             result = bench.measured(Benchmark(workloads=tuple(workloads)), RunPlan(rounds=1, trials=1, settles=False))
@@ -62,7 +62,7 @@ def _shortened(items: ItemList) -> ItemList:
 
 def test_every_system_makes_the_pictures_of_every_workload(tmp_path):
     """Within two levels of the peers': else the run would have stopped. There are rates, and ratios to each peer."""
-    measured = _document(tiny_model_folder(tmp_path), Variety(size=size_of("starter")), WORKLOADS)
+    measured = _document(tiny_model_folder(tmp_path), size_of("starter"), WORKLOADS)
     assert measured["left_out"] == {}
     rates = [row for row in measured["rows"] if row["metric"] == "images_per_s"]
     assert all(row["value"] > 0 for row in rates)
@@ -75,6 +75,6 @@ def test_a_transformer_makes_the_pictures_of_the_peers(tmp_path):
     size = size_of("sd35m")
     small = scaled_down(FamilyName.SD35_MEDIUM)
     write_model(small.without_t5(), tmp_path / size.base, seed=0, dtype=DtypeName.FLOAT32, report=lambda *_: None)
-    rows = _document(tmp_path, Variety(size=size), ("same4",))
+    rows = _document(tmp_path, size, ("same4",))
     ratios = {f"sd35m-same4:images_per_s:plait_engine/{peer}" for peer in SYSTEMS[1:]}
     assert {key for key in rows["ratios"] if "images_per_s" in key} == ratios

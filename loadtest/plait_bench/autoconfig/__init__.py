@@ -22,8 +22,9 @@ SEEDS, QUICK_SEEDS = 20, 2
 
 def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> Benchmark:
     """Make the benchmark. Raises `BenchError`."""
-    made = {name: Searching(name, partial(synthetic.suite, family)) for family, name in synthetic.FAMILIES.items()}
-    for family in ("negated", "shuffled"):
-        made[synthetic.FAMILIES[family]].misled(made[synthetic.FAMILIES["cold"]])
+    made: dict[str, Searching] = {}
+    for family, name in synthetic.FAMILIES.items():
+        cold = made["cold"] if family in synthetic.MISLEADING else None
+        made[family] = Searching(name, partial(synthetic.suite, family), cold)
     own = [Searching(f"own-{service}", partial(own_suite, service)) for service in SPACES]
     return selected([Searching("falcon", partial(falcon_suite, data)), *made.values(), *own], only)

@@ -20,14 +20,14 @@ from plait_autoconfig.designers.plait_designer import PlaitDesigner, Pretrained
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.jobs.spec import Confirm
 from plait_autoconfig.values import Trial, TrialOutcome
-from plait_bench.autoconfig.services import Service, Suite, TuningTask
+from plait_bench.autoconfig.services import Service, Suite
 from plait_bench.benchmark import Reading, Say, Workload, readings
 
 OURS = "plait"
 SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
 
-Make = Callable[[TuningTask, int], Designer]
-"""`(task, seed) -> a fresh designer`."""
+Make = Callable[[Service, int], Designer]
+"""`(service, seed) -> a fresh designer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,10 @@ class Curve:
         return next((n for n, each in enumerate(self.regrets, 1) if each <= regret + 1e-12), len(self.regrets) + 1)
 
 
-def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
+def play(make: Make, service: Service, *, seed: int, trials: int) -> Curve:
     """Ask the designer for a cell, look up its outcome and report it back, `trials` times; then measure again as a job
     does. What would be applied is decided as in a job (`confidence`)."""
-    service = task.service
-    designer = make(task, seed)
+    designer = make(service, seed)
     rng = np.random.default_rng([seed, 1])
     shown: dict[int, list[TrialOutcome]] = {}
     regrets: list[float] = []
@@ -101,10 +100,9 @@ MARKS = (1, 3, 5, 10, 20, 30)
 
 
 class Searching(Workload):
-    """A suite as a workload."""
+    """A suite as a workload. `cold`: the same services without a library, where this suite's misleads; our designer
+    alone takes part, and is compared with its own searches there."""
 
-    systems: tuple[str, ...] = SYSTEMS
-    cold: Searching | None = None
     metrics: Mapping[str, str] = {
         **{f"regret_at_{mark}": "share" for mark in (*MARKS, "end")},
         **dict.fromkeys(("trials_to_5pct", "extra_trials_to_5pct"), "trials"),
@@ -113,15 +111,11 @@ class Searching(Workload):
     compared = frozenset({"trials_to_5pct"})
     suite: Suite
 
-    def __init__(self, name: str, load: Callable[[], Suite]) -> None:
-        self.name, self._load = name, load
+    def __init__(self, name: str, load: Callable[[], Suite], cold: Searching | None = None) -> None:
+        self.name, self._load, self._cold = name, load, cold
+        self.systems = SYSTEMS if cold is None else (OURS,)
         self.played: dict[str, dict[int, list[Curve]]] = {}
         self._learned: dict[str, Pretrained] = {}
-
-    def misled(self, cold: Searching) -> None:
-        """Say that this suite's library misleads: our designer alone takes part, and is compared with its own searches
-        of the same services without a library."""
-        self.cold, self.systems = cold, (OURS,)
 
     def prepare(self, say: Say) -> None:
         """Load the suite. Raises `SystemUnavailable` without its data."""
@@ -130,18 +124,17 @@ class Searching(Workload):
     def take(self, system: str, number: int) -> list[Reading]:
         """Search every service with a seed."""
         suite, seed, make = self.suite, number - 1, partial(self._designer, system)
-        curves = [play(make, task, seed=seed, trials=suite.trials) for task in suite.tasks]
+        curves = [play(make, service, seed=seed, trials=suite.trials) for service in suite.services]
         self.played.setdefault(system, {})[seed] = curves
         return self.readings(system, seed, curves)
 
-    def _designer(self, system: str, task: TuningTask, seed: int) -> Designer:
-        service = task.service
-        given: dict[str, Any] = {"seed": seed, "library": task.library, "context": service.context}
+    def _designer(self, system: str, service: Service, seed: int) -> Designer:
+        given: dict[str, Any] = {"seed": seed, "library": service.library, "context": service.context}
         if system != OURS:
             return maker_of(system)(service.space, service.objective, **given)
-        if task.name not in self._learned:
-            self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
-        return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])
+        if service.name not in self._learned:
+            self._learned[service.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
+        return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[service.name])
 
     def readings(self, system: str, seed: int, curves: Sequence[Curve]) -> list[Reading]:
         """Summarise the searches of one seed over the services."""
@@ -149,8 +142,8 @@ class Searching(Workload):
         found = {f"regret_at_{mark}": fmean(curve.regret_at(mark) for curve in curves) for mark in marks}
         found["regret_at_end"] = fmean(curve.at_end for curve in curves)
         found["trials_to_5pct"] = _to_5pct(curves)
-        if self.cold is not None and seed in self.cold.played.get(system, {}):
-            found["extra_trials_to_5pct"] = found["trials_to_5pct"] - _to_5pct(self.cold.played[system][seed])
+        if self._cold is not None and seed in self._cold.played.get(system, {}):
+            found["extra_trials_to_5pct"] = found["trials_to_5pct"] - _to_5pct(self._cold.played[system][seed])
         return readings(found)
 
 

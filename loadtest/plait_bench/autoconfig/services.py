@@ -17,7 +17,7 @@ import csv
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
@@ -90,7 +90,7 @@ class Service:
 
     `shown`: the outcomes that successive trials of a cell show; where empty, the truth with `noise` (standard
     deviation of the logarithm of each metric). `tie`: the share of the optimum within which a cell is as good as it, as
-    far as the measurements tell.
+    far as the measurements tell. `library`: the past services to learn from.
     """
 
     space: Space
@@ -100,6 +100,12 @@ class Service:
     noise: float = 0.0
     tie: float = 0.0
     shown: Mapping[int, tuple[TrialOutcome, ...]] = field(default_factory=dict)
+    library: tuple[LibraryRun, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The service's."""
+        return self.context.service
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
@@ -132,8 +138,8 @@ class Service:
         """Return what a library would hold for this service: all cells once."""
         cells = enumerate(zip(self.space.cells(), self.truth, strict=True))
         return LibraryRun(
-            run_id=self.context.service,
-            service=self.context.service,
+            run_id=self.name,
+            service=self.name,
             trials=tuple(Trial(number=n, config=config, outcome=outcome) for n, (config, outcome) in cells),
             workload=self.context.workload,
             hardware=self.context.hardware,
@@ -141,32 +147,16 @@ class Service:
 
 
 @dataclass(frozen=True)
-class TuningTask:
-    """A service to tune, and the past services to learn from."""
-
-    service: Service
-    library: tuple[LibraryRun, ...]
-
-    @property
-    def name(self) -> str:
-        """The service's."""
-        return self.service.context.service
-
-
-@dataclass(frozen=True)
 class Suite:
     """A workload of the benchmark. `trials`: how many each search may use."""
 
-    tasks: tuple[TuningTask, ...]
+    services: tuple[Service, ...]
     trials: int
 
 
-def leave_one_out(services: Mapping[str, Service], runs: Mapping[str, LibraryRun]) -> tuple[TuningTask, ...]:
-    """Make one task per service, with the runs of all others as its library."""
-    return tuple(
-        TuningTask(service=service, library=tuple(run for other, run in runs.items() if other != name))
-        for name, service in services.items()
-    )
+def leave_one_out(services: Sequence[Service], runs: Sequence[LibraryRun]) -> tuple[Service, ...]:
+    """Return each service with the runs of all others as its library."""
+    return tuple(replace(one, library=tuple(run for run in runs if run.run_id != one.name)) for one in services)
 
 
 def falcon_suite(data: Path | None) -> Suite:
@@ -176,8 +166,8 @@ def falcon_suite(data: Path | None) -> Suite:
     paths = sorted(path for part in ("sources", "targets") for path in (folder / part).glob("reg-*.csv"))
     if not paths:
         raise BenchError(f"{folder} has no reg-*.csv")
-    services = {path.stem.removeprefix("reg-"): _falcon_service(path) for path in paths}
-    return Suite(tasks=leave_one_out(services, {name: it.as_run() for name, it in services.items()}), trials=30)
+    services = list({path.name: _falcon_service(path) for path in paths}.values())
+    return Suite(services=leave_one_out(services, [each.as_run() for each in services]), trials=30)
 
 
 def _falcon_service(path: Path) -> Service:
@@ -204,10 +194,9 @@ def own_suite(service: str) -> Suite:
 
 def recorded_suite(runs: Sequence[LibraryRun], space: Space) -> Suite:
     """Return the suite of a service's runs: those that are complete, with all as their library."""
-    every = {run.run_id: run for run in runs}
-    known = {name: own for name, run in every.items() if (own := _own_service(run, space)) is not None}
-    trials = min(_TRIALS, *(len(service.truth) for service in known.values()))
-    return Suite(tasks=leave_one_out(known, every), trials=trials)
+    known = [own for run in runs if (own := _own_service(run, space)) is not None]
+    trials = min(_TRIALS, *(len(service.truth) for service in known))
+    return Suite(services=leave_one_out(known, runs), trials=trials)
 
 
 def _own_service(run: LibraryRun, space: Space) -> Service | None:

@@ -32,6 +32,8 @@ FAMILIES = {
     for family in ("", "features", "noisy", "glitch", "cold", "negated", "shuffled")
 }
 
+MISLEADING = ("negated", "shuffled")
+
 _CORES, _SERVICES = 8, 12
 _NOISES, _MUCH_NOISE = (0.01, 0.1), 0.1
 _GLITCHES, _GLITCH = 0.05, 31.0
@@ -126,9 +128,8 @@ def suite(family: str = "") -> Suite:
         past = [_upside_down(each) for each in drawn]
     if family == "shuffled":
         past = [_shuffled(each, rng) for each in drawn]
-    runs = {it.context.service: _remembered(it, rng, _GLITCHES if family == "glitch" else 0.0) for it in past}
-    known = {it.context.service: it for it in drawn}
-    return Suite(tasks=leave_one_out(known, {} if family == "cold" else runs), trials=_TRIALS)
+    runs = [_remembered(each, rng, _GLITCHES if family == "glitch" else 0.0) for each in past]
+    return Suite(services=leave_one_out(drawn, [] if family == "cold" else runs), trials=_TRIALS)
 
 
 def _remembered(service: Service, rng: np.random.Generator, glitches: float) -> LibraryRun:

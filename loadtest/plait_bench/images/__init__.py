@@ -25,7 +25,6 @@ from plait_bench.images.orders import (
     ImageSpec,
     LoraSet,
     ModelFolder,
-    Variety,
     cost,
     size_of,
     workload,
@@ -58,10 +57,6 @@ def _formats(way: str, items: ItemList) -> tuple[str, ...]:
     if items.settings["device"] != "cuda":
         return ("", "channels_last")
     return ("",) if way == "stock" else ("channels_last", "compiled")
-
-
-def _whole(items: Sequence[ImageSpec], processes: int) -> list[list[int]]:
-    return [list(range(len(items))), *[[] for _ in range(processes - 1)]]
 
 
 def evenly(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
@@ -99,7 +94,7 @@ def in_runs(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
 
 def _ours(name: str, worker: str = "Served", **settings: Any) -> System:
     factory = f"plait_bench.images.ours:{worker}"
-    return System(name=name, factory=factory, settings=settings, share=_whole, is_own_layout=True)
+    return System(name=name, factory=factory, settings=settings, share=evenly, is_own_layout=True)
 
 
 def _diffusers(name: str, way: str, share: Callable[..., list[list[int]]] = evenly) -> System:
@@ -175,24 +170,24 @@ def benchmark(
     names = chosen(only, kind.workloads, "workload")
     chosen(systems, tuple(SYSTEMS), "system")
     measured = dtypes(dtype, device)[-1:] if kind.is_transformer else dtypes(dtype, device)
-    varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each) for each in measured]
-    needed = ModelFolder.of(root, kind, [item for name in names for item in workload(name, varieties[0]).items])
+    sizes = [kind.of(each, edge) for each in measured]
+    needed = ModelFolder.of(root, kind, [item for name in names for item in workload(name, sizes[0]).items])
     if not kind.family and (absent := needed.missing()):
         raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
     write = partial(write_missing, needed, kind)
-    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems, prepare=write)
+    fleets = on_fleets(root, sizes, [name for name in names if name != START], systems, prepare=write)
     starts = []
-    for variety in varieties if START in names else ():
-        items = workload(START, variety).items
-        settings = _settings(root, variety, items)
-        known = [SYSTEMS[name].given(settings) for name in taking_part(START, kind, systems)]
-        starts.append(StartWorkload(variety.row_name(START), known, items[0], prepare=write))
+    for each in sizes if START in names else ():
+        items = workload(START, each).items
+        settings = _settings(root, each, items)
+        known = [SYSTEMS[name].given(settings) for name in taking_part(START, each, systems)]
+        starts.append(StartWorkload(each.row_name(START), known, items[0], prepare=write))
     return Benchmark(workloads=(*starts, *fleets))
 
 
 def on_fleets(
     root: Path,
-    varieties: Sequence[Variety],
+    sizes: Sequence[ImageSize],
     names: Sequence[str],
     systems: Sequence[str] = (),
     *,
@@ -200,35 +195,34 @@ def on_fleets(
     **given: Any,
 ) -> list[OnFleets]:
     """Make the workloads that have orders, on the whole host or so many cores. `given`: as `OnFleets` has it."""
-    size, check, lists = varieties[0].size, PixelCheck(), list[ItemList]()
-    for name, variety in [(name, variety) for variety in varieties for name in names]:
-        items = workload(name, variety)
-        items = replace(items, settings=_settings(root, variety, items.items))
-        lists += _parts(items, taking_part(name, size, systems), size)
-    given |= {"cores": host_cores or cores(), "max_open": size.max_open}
-    return [OnFleets(each, list(SYSTEMS.values()), check, **given) for each in lists]
+    check, made = PixelCheck(), list[OnFleets]()
+    given |= {"cores": host_cores or cores(), "takes_turns": sizes[0].max_open == 1}
+    for name, size in [(name, size) for size in sizes for name in names]:
+        items = workload(name, size)
+        items = replace(items, settings=_settings(root, size, items.items))
+        parts = _parts(taking_part(name, size, systems), size)
+        made += [OnFleets(items, [SYSTEMS[each] for each in part], check, **given) for part in parts]
+    return made
 
 
-def _parts(items: ItemList, names: Sequence[str], size: ImageSize) -> list[ItemList]:
-    """Return the workload; where not all systems fit in memory, once for each peer, beside ours.
-
-    Two systems that are open in turn would otherwise be opened anew for every round.
-    """
-    if not size.max_open or len(names) <= size.max_open or size.max_open == 1:
-        return [replace(items, systems=frozenset(names))] if names else []
+def _parts(names: Sequence[str], size: ImageSize) -> list[Sequence[str]]:
+    """Return the systems of a workload; where not all fit in memory, each peer beside ours: two would otherwise be
+    started anew for every round."""
+    if size.max_open < 2 or len(names) <= size.max_open:
+        return [names] if names else []
     ours, *others = names
     peers = sorted(others, key=lambda name: (not name.startswith("diffusers"), others.index(name)))  # the reference
-    return [replace(items, systems=frozenset({ours, peer})) for peer in peers]
+    return [(ours, peer) for peer in peers]
 
 
-def _settings(root: Path, variety: Variety, orders: Sequence[ImageSpec]) -> dict[str, Any]:
+def _settings(root: Path, size: ImageSize, orders: Sequence[ImageSpec]) -> dict[str, Any]:
     """Return what the systems are built with: the models that the orders need, and how to run them."""
     return {
-        "models": ModelFolder.of(root, variety.size, orders),
-        "dtype": variety.dtype,
-        "edge": variety.image_edge,
-        "device": "cuda" if variety.size.on_gpu else "cpu",
-        "is_transformer": variety.size.is_transformer,
+        "models": ModelFolder.of(root, size, orders),
+        "dtype": size.dtype,
+        "edge": size.image_edge,
+        "device": "cuda" if size.on_gpu else "cpu",
+        "is_transformer": size.is_transformer,
     }
 
 

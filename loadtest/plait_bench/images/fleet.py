@@ -1,8 +1,7 @@
 """A system's worker processes: started, controlled over pipes, paused, stopped; and what runs inside them.
 
-A fleet starts as many processes as its widest layout needs. A narrower layout leaves some of them idle, and threads
-are set anew for each layout, so that trying layouts does not reload the models. Standard library only, so that a
-worker may run in another Python environment.
+A fleet has the processes of one layout, so that no layout leaves another what it has loaded, compiled or peaked at.
+Standard library only, so that a worker may run in another Python environment.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from plait_bench.benchmark import calling
+from plait_bench.benchmark import started
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 
 Item: TypeAlias = Any
@@ -65,17 +64,16 @@ class ProcessLayout:
 class ItemList:
     """A workload: `items` in arrival order, all at once, or `one_by_one` (the next when the last is done).
 
-    `warm_up` are shorter items that touch everything that `items` touch. `systems`: those that take part.
-    `settings`: what its systems are built with beside their own. `trial_items`: how many items a trial of a layout
-    runs; 0: all. `max_processes` of a system; `is_wide`: no layout leaves cores idle. `settle_s`: how long each system
-    runs the items, uncounted, before the rounds: some adapt to their load.
+    `warm_up` are shorter items that touch everything that `items` touch. `settings`: what its systems are built with
+    beside their own. `trial_items`: how many items a trial of a layout runs; 0: all. `max_processes` of a system;
+    `is_wide`: no layout leaves cores idle. `settle_s`: how long each system runs the items, uncounted, before the
+    rounds: some adapt to their load.
     """
 
     name: str
     items: tuple[Item, ...]
     warm_up: tuple[Item, ...]
     one_by_one: bool
-    systems: frozenset[str] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict)
     trial_items: int = 0
     settle_s: float = 0.0
@@ -93,7 +91,8 @@ class ItemList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """One of the systems compared. `factory` is `module:class` of its `FleetWorker`, which is made of `settings`.
+    """One of the systems compared. `factory` is `module:class` of its `FleetWorker`, which is made of `settings` and
+    the layout's `threads` and `variant`; it may use the host as it sees fit.
 
     `share(items, n)` divides the items' indices into n lists, one for each process, in the order of execution.
     `variants`: choices other than threads and processes (a memory format) that make a difference to a workload; the
@@ -117,9 +116,6 @@ class System:
 class FleetWorker:
     """A system inside a worker process."""
 
-    def configure(self, *, threads: int, variant: str) -> None:
-        """Apply one process's part of a layout. The default: it uses the host as it sees fit."""
-
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Item]:
         """Run all items; return what was made of each if it is to be kept, else nothing."""
         raise NotImplementedError
@@ -135,16 +131,14 @@ class FleetWorker:
 
 
 class WorkerFleet:
-    """The worker processes of a system."""
+    """The worker processes of a system, in a layout."""
 
-    def __init__(self, system: System, processes: int) -> None:
+    def __init__(self, system: System, layout: ProcessLayout) -> None:
         """Start the processes side by side and wait. Raises `SystemUnavailable` or `SystemFailed`, and leaves none
         running."""
-        self._system = system
-        self._layout = ProcessLayout(processes=1, threads=1)
-        interpreter = None if system.interpreter is None else system.interpreter()
+        self._system = system.given({"threads": layout.threads, "variant": layout.variant})
         self._is_paused = False
-        self._processes = [_Process(system, interpreter) for _ in range(processes)]
+        self._processes = [_Process(self._system) for _ in range(layout.processes)]
         try:
             for worker in self._processes:
                 worker.answer()
@@ -157,16 +151,11 @@ class WorkerFleet:
         """The process ids of the workers."""
         return [worker.pid for worker in self._processes]
 
-    def configure(self, layout: ProcessLayout) -> None:
-        """Send the layout to the processes that it uses."""
-        _tell(self._processes[: layout.processes], "configure", threads=layout.threads, variant=layout.variant)
-        self._layout = layout
-
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> tuple[float, list[Item]]:
         """Divide the items among the processes; return the seconds until all had ended, and what was made of each if it
         is kept. Raises `SystemFailed`."""
-        shares = self._system.share(items, self._layout.processes)
-        busy = [(worker, share) for worker, share in zip(self._processes, shares, strict=False) if share]
+        shares = self._system.share(items, len(self._processes))
+        busy = [(worker, share) for worker, share in zip(self._processes, shares, strict=True) if share]
         started_s = time.monotonic()
         for worker, share in busy:
             worker.ask("run", items=[items[i] for i in share], one_by_one=one_by_one, keep=keep)
@@ -177,8 +166,8 @@ class WorkerFleet:
         return taken_s, [made[i] for i in sorted(made)]
 
     def peak_bytes(self) -> int:
-        """Return the most resident memory of the processes that the layout uses, and of their children."""
-        return peak_memory_of(self.pids[: self._layout.processes])
+        """Return the most resident memory of the processes and of their children."""
+        return peak_memory_of(self.pids)
 
     def pause(self) -> None:
         """Stop the processes and all that they started: they take no time from anybody until `resume`. Idempotent."""
@@ -211,18 +200,16 @@ class WorkerFleet:
 class _Process:
     """One process and the pipe to it. Every request has one reply."""
 
-    def __init__(self, system: System, interpreter: Path | None) -> None:
-        self._name = system.name
+    def __init__(self, system: System) -> None:
+        self._name, self._running = system.name, ExitStack()
         self._pipe, theirs = Pipe()
-        paths = os.pathsep.join(sys.path) if interpreter is None else str(_PACKAGES)
-        with calling(main, theirs.fileno()) as (command, fd):
-            self._process = subprocess.Popen(
-                [str(interpreter or sys.executable), *command], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), fd], env={**os.environ, "PYTHONPATH": paths},
-            )  # fmt: skip
-        theirs.close()
+        own: dict[str, Any] = {}
+        if system.interpreter is not None:
+            own = {"python": system.interpreter(), "paths": [str(_PACKAGES)]}
+        with theirs:
+            child = started(main, theirs.fileno(), system.factory, system.settings, pass_fds=[theirs.fileno()], **own)
+            self._process = self._running.enter_context(child)
         self.pid = self._process.pid
-        self._pipe.send((system.factory, dict(system.settings)))
 
     def ask(self, method: str, **given: Any) -> None:
         with suppress(OSError):  # that it has died, its answer says
@@ -247,8 +234,7 @@ class _Process:
         self._pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_TIMEOUT_S)
-        self._process.kill()
-        self._process.wait()
+        self._running.close()
 
 
 def _tell(workers: Sequence[_Process], method: str, **given: Any) -> None:
@@ -262,9 +248,8 @@ def _tell(workers: Sequence[_Process], method: str, **given: Any) -> None:
 # ---- inside a worker process ----------------------------------------------------------------------------------------
 
 
-def main(fd: int) -> None:
-    """Run a worker process: build the system that the first message names, and answer requests until the pipe
-    closes."""
+def main(fd: int, factory: str, settings: Mapping[str, Any]) -> None:
+    """Run a worker process: build the system, and answer requests until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's; it closes the pipe
     os.dup2(2, 1)  # stdout carries the runner's document
     os.environ.update(_QUIET)
@@ -272,7 +257,6 @@ def main(fd: int) -> None:
     pipe = Connection(fd)
     worker: FleetWorker | None = None
     try:
-        factory, settings = pipe.recv()
         module, _, name = factory.partition(":")
         worker = getattr(importlib.import_module(module), name)(settings)
         _reply(pipe, None)

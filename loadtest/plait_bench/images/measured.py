@@ -10,8 +10,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from plait_bench.errors import Disagreement
 from plait_bench.images.fleet import ItemList, ProcessLayout, System, WorkerFleet
 from plait_bench.images.orders import ImageArray, ImageSpec
 
-OpenFleet = Callable[[System, int], WorkerFleet]
+OpenFleet = Callable[[System, ProcessLayout], WorkerFleet]
 
 _PEAK = {"peak_memory_gib": "GiB"}
 DECIDING = "images_per_s"
@@ -40,10 +41,10 @@ _REFERENCES = ("diffusers", "diffusers_fair", "diffusers_batched")
 
 
 class OnFleets(Workload):
-    """One list of items, on the worker processes of the systems, of which the one that was used last is the last.
+    """One list of items, on the worker processes of the systems.
 
-    At most `max_open` (0: all) are open: beyond that, the one that was used longest ago is closed, and opened and
-    warmed up again for its next round. `check` compares the systems' images.
+    `takes_turns`: a system's processes do not fit into memory beside another's, and are started and warmed up anew
+    whenever it is used. `check` compares the systems' images.
     """
 
     metrics: Mapping[str, str] = {DECIDING: "images/s", **_PEAK}
@@ -57,28 +58,21 @@ class OnFleets(Workload):
         check: PixelCheck,
         *,
         cores: int,
-        max_open: int = 0,
+        takes_turns: bool = False,
         prepare: Callable[[Say], None] = lambda _: None,
         open_fleet: OpenFleet = WorkerFleet,
     ) -> None:
-        self._items, self._check, self._prepare = items, check, prepare
-        self._known = {each.name: each.given(items.settings) for each in systems if each.name in items.systems}
+        self._items, self._check, self._write = items, check, prepare
+        self._known = {each.name: each.given(items.settings) for each in systems}
         self.name, self.systems = items.name, tuple(self._known)
-        self._cores, self._max_open, self._open_fleet = cores, max_open, open_fleet
-        self._chosen: dict[str, ProcessLayout] = {}
-        self._open: dict[str, WorkerFleet] = {}
-        self._ready: dict[WorkerFleet, ProcessLayout] = {}
+        self._cores, self._takes_turns, self._open_fleet = cores, takes_turns and len(self.systems) > 1, open_fleet
+        self._fleets: list[WorkerFleet] = []
+        self._alone: dict[str, Callable[[], AbstractContextManager[WorkerFleet]]] = {}
 
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
-        """Stop all processes at the end."""
-        self._prepare(say)
+    def prepare(self, say: Say) -> None:
+        """Write the models that are missing."""
+        self._write(say)
         self._say = say
-        try:
-            yield
-        finally:
-            while self._open:
-                self._close_oldest()
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the system's layouts."""
@@ -86,43 +80,41 @@ class OnFleets(Workload):
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the system's processes, for a layout."""
-        self._fleet(system)
-        self._chosen[system] = self._offered(system)[layout]
-        yield Subject(
-            lambda _: self._measured(system, len(self._items.items)),
-            warm_up=lambda: self._at_hand(system),
-            trial=lambda _: self._measured(system, self._items.trial_items or len(self._items.items)),
-        )
+        """Start the system's processes in a layout, or have them started for each use."""
+        start, every = partial(self._started, system, self._offered(system)[layout]), len(self._items.items)
+        with nullcontext() if self._takes_turns else start() as fleet:
+            self._alone[system] = start if fleet is None else partial(self._resumed, fleet)
+            yield Subject(
+                lambda _: self._measured(system, every),
+                trial=lambda _: self._measured(system, self._items.trial_items or every),
+            )
 
     def settle(self, subjects: Mapping[str, Subject]) -> None:
         """Have each system run all items again and again, for as long as the workload says."""
         for system in subjects:
-            until_s = time.monotonic() + self._items.settle_s
-            while time.monotonic() < until_s:
-                self._run(system, self._items.items)
+            with self._alone[system]() as fleet:
+                until_s = time.monotonic() + self._items.settle_s
+                while time.monotonic() < until_s:
+                    self._run(fleet, self._items.items)
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the systems' images. Raises `Disagreement`."""
-        every = self._items.items
-        self._check(self._items, {system: self._run(system, every, keep=True)[1] for system in subjects})
+        made = {}
+        for system in subjects:
+            with self._alone[system]() as fleet:
+                made[system] = self._run(fleet, self._items.items, keep=True)[1]
+        self._check(self._items, made)
 
     def _measured(self, system: str, count: int) -> list[Reading]:
         """Run the first items."""
-        taken_s, _ = self._run(system, self._items.items[:count])
-        return readings({DECIDING: count / taken_s, **_peak_gib(self._at_hand(system))})
+        with self._alone[system]() as fleet:
+            taken_s, _ = self._run(fleet, self._items.items[:count])
+            return readings({DECIDING: count / taken_s, **_peak_gib(fleet)})
 
-    def _run(self, system: str, items: Sequence[ImageSpec], *, keep: bool = False) -> tuple[float, list[ImageArray]]:
-        return self._at_hand(system).run(items, one_by_one=self._items.one_by_one, keep=keep)
-
-    def _at_hand(self, system: str) -> WorkerFleet:
-        """Return the system's processes in its layout; those that are new to it are warmed up."""
-        fleet, layout = self._fleet(system), self._chosen[system]
-        if self._ready.get(fleet) != layout:
-            fleet.configure(layout)
-            fleet.run(self._items.warm_up, one_by_one=self._items.one_by_one)
-            self._ready[fleet] = layout
-        return fleet
+    def _run(
+        self, fleet: WorkerFleet, items: Sequence[ImageSpec], *, keep: bool = False
+    ) -> tuple[float, list[ImageArray]]:
+        return fleet.run(items, one_by_one=self._items.one_by_one, keep=keep)
 
     def _offered(self, name: str) -> dict[str, ProcessLayout]:
         """Return a system's layouts by name."""
@@ -133,24 +125,29 @@ class OnFleets(Workload):
         found = [replace(layout, variant=variant) for layout in plain for variant in system.variants(self._items)]
         return {str(layout): layout for layout in found}
 
-    def _fleet(self, name: str) -> WorkerFleet:
-        """Return a system's workers, enough for its widest layout; all others are paused. Raises
-        `SystemUnavailable`."""
-        fleet = self._open.pop(name, None)
-        for other in self._open.values():
+    @contextmanager
+    def _started(self, system: str, layout: ProcessLayout) -> Iterator[WorkerFleet]:
+        """Run a system's processes, warmed up; the others are paused meanwhile. Raises `SystemUnavailable`."""
+        for other in self._fleets:
             other.pause()
-        if fleet is None:
-            while self._max_open and len(self._open) >= self._max_open:
-                self._close_oldest()
-            processes = max(layout.processes for layout in self._offered(name).values())
-            self._say(f"starting {name} in {processes} process(es)")
-            fleet = self._open_fleet(self._known[name], processes)
-        self._open[name] = fleet
-        fleet.resume()
-        return fleet
+        self._say(f"starting {system} in {layout.processes} process(es)")
+        fleet = self._open_fleet(self._known[system], layout)
+        self._fleets.append(fleet)
+        try:
+            self._run(fleet, self._items.warm_up)
+            yield fleet
+        finally:
+            self._fleets.remove(fleet)
+            fleet.close()
 
-    def _close_oldest(self) -> None:
-        self._open.pop(next(iter(self._open))).close()
+    @contextmanager
+    def _resumed(self, fleet: WorkerFleet) -> Iterator[WorkerFleet]:
+        """Let a system's processes, and no others, run on."""
+        for other in self._fleets:
+            if other is not fleet:
+                other.pause()
+        fleet.resume()
+        yield fleet
 
 
 def _peak_gib(fleet: WorkerFleet) -> dict[str, float]:
@@ -199,10 +196,8 @@ class StartWorkload(Workload):
 
     def _start(self, system: System, cache: str) -> dict[str, float]:
         started_s = time.monotonic()
-        fleet = self._open_fleet(system.given({"cache": cache}), 1)
+        fleet = self._open_fleet(system.given({"cache": cache}), ProcessLayout(processes=1, threads=cores()))
         try:
-            if not system.is_own_layout:
-                fleet.configure(ProcessLayout(processes=1, threads=cores(), variant=""))
             asked_s = time.monotonic()
             taken_s, _ = fleet.run([self._item], one_by_one=True)
             return {"first_image_s": asked_s - started_s + taken_s, **_peak_gib(fleet)}

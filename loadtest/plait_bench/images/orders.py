@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -57,6 +57,8 @@ SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
 START = "start"
 
 _COUNTS = {START: 1, "single": 3, "controlnet": 3, "lora": 4, "same4": 4, "same16": 16, "mixed4": 4}
+_FEW = {"single": 1, "controlnet": 1, "lora": 2}
+"""How many orders a workload has, and has at real size where that is fewer."""
 DISTINCT = 16
 """The number of orders of `distinct16`, each with a LoRA set of its own."""
 
@@ -66,38 +68,63 @@ CONCURRENT = frozenset({"same4", "same16", "mixed4", "mixed16", "distinct16"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSize:
-    """One size of model.
+    """One size of model, in one dtype, and the size of its images.
 
-    `base`: its folder; `family`: the architecture to write there if it is missing ("" if models are not written);
-    `controlnets`: folders by name. `steps` of an image, `warm_up_steps` of one that only touches everything.
-    `lora_sets`: the sets that requests name. `max_open`: the processes with a model, and the open systems, that a host
-    with 24 GiB can hold (0: all). `images`: how many orders a workload has, where they are fewer than the starter's.
+    `family`: the architecture of what is written if it is missing ("": the starter's models, which are there). `steps`
+    of an image, `warm_up_steps` of one that only touches everything. `lora_sets`: the sets that requests name.
+    `max_open`: the processes with a model, and the open systems, that a host with 24 GiB can hold (0: all).
     `is_transformer`: it is measured in the one dtype that pays on the CPU, in bfloat16 at 512 pixels, and nothing is
     converted for it. `words`: what `plait models random` is told beside the architecture. `on_gpu`: the systems run on
-    a GPU, each in one process.
+    a GPU, each in one process. `edge`: of images at real size.
     """
 
     name: str
-    base: str
     steps: int
     workloads: tuple[str, ...]
-    controlnets: Mapping[str, str]
     lora_sets: tuple[LoraSet, ...] = _REAL_SETS
     warm_up_steps: int = 1
     family: str = ""
     max_open: int = 0
-    images: Mapping[str, int] = field(default_factory=dict)
     is_transformer: bool = False
     words: tuple[str, ...] = ()
     on_gpu: bool = False
+    edge: int = EDGES[0]
+    dtype: DTypeName = "float32"
+
+    def __post_init__(self) -> None:
+        if self.edge not in EDGES:
+            raise BenchError(f"images are {', '.join(map(str, EDGES))} pixels wide, not {self.edge}")
 
     def for_gpu(self) -> Self:
         """Return it as it is measured on a GPU: in so many steps that they count, and not what surrounds them."""
         return replace(self, on_gpu=True, steps=20, warm_up_steps=4, max_open=0)
 
-    def edge(self, dtype: DTypeName) -> int:
-        """Return the edge of images where none is asked for."""
-        return EDGES[1] if self.is_transformer and dtype == "bfloat16" else EDGES[0]
+    def of(self, dtype: DTypeName, edge: int | None) -> Self:
+        """Return it in a dtype, with images of an edge, or the usual one."""
+        usual = EDGES[1] if self.is_transformer and dtype == "bfloat16" else EDGES[0]
+        return replace(self, dtype=dtype, edge=edge or usual)
+
+    def row_name(self, workload: str) -> str:
+        """Return what a workload is called in rows: sizes and dtypes never mix."""
+        parts = ["gpu"] if self.on_gpu else []
+        parts += [self.name] if self.family else []
+        parts += [str(self.edge)] if self.family and self.edge != EDGES[0] else []
+        parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[self.dtype]
+        return "-".join([*parts, workload])
+
+    @property
+    def image_edge(self) -> int:
+        """The edge that orders ask for."""
+        return self.edge if self.family else STARTER_EDGE
+
+    @property
+    def base(self) -> str:
+        """The folder of the base model."""
+        return self.name if self.family else "emoji"
+
+    def controlnet(self, name: str) -> str:
+        """Return the folder of a ControlNet."""
+        return f"{self.name}-controlnet" if self.family else f"controlnets/{name}"
 
     @property
     def lora_names(self) -> tuple[str, ...]:
@@ -110,7 +137,6 @@ SIZES: Mapping[str, ImageSize] = {
     for size in (
         ImageSize(
             name="starter",
-            base="emoji",
             steps=20,
             warm_up_steps=3,  # solvers of second order need three to use every one of their formulas
             lora_sets=LORA_SETS,
@@ -118,38 +144,28 @@ SIZES: Mapping[str, ImageSize] = {
                 START, "single", "controlnet", "controlnet-service", "lora", "same4", "same16", "mixed4", "mixed16",
                 "distinct16",
             ),
-            controlnets={"edges": "controlnets/edges", "colors": "controlnets/colors"},
         ),
         ImageSize(
             name="sd15",
-            base="sd15",
             family="sd15",
             steps=4,
             workloads=(START, "single", "controlnet", "controlnet-service", "lora", "same4", "mixed4"),
-            controlnets={"edges": "sd15-controlnet"},
             max_open=2,
-            images={"single": 1, "controlnet": 1, "lora": 2},
         ),
         ImageSize(
             name="sdxl",
-            base="sdxl",
             family="sdxl",
             steps=2,
             workloads=(START, "single", "controlnet", "lora"),
-            controlnets={"edges": "sdxl-controlnet"},
             max_open=1,
-            images={"single": 1, "controlnet": 1, "lora": 2},
         ),
         ImageSize(
             name="sd35m",
-            base="sd35m",
             family="sd3.5-medium",
             words=("--no-t5", "--dtype", "bfloat16"),
             steps=2,
             workloads=(START, "single", "same4", "mixed4"),
-            controlnets={},
             max_open=1,
-            images={"single": 1},
             is_transformer=True,
         ),
     )
@@ -161,32 +177,6 @@ def size_of(name: str) -> ImageSize:
     if name not in SIZES:
         raise BenchError(f"there is no size {name!r}; there are {', '.join(SIZES)}")
     return SIZES[name]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variety:
-    """Which kind of the image benchmark: models, image size and dtype."""
-
-    size: ImageSize = field(default_factory=lambda: SIZES["starter"])
-    edge: int = EDGES[0]
-    dtype: DTypeName = "float32"
-
-    def __post_init__(self) -> None:
-        if self.edge not in EDGES:
-            raise BenchError(f"images are {', '.join(map(str, EDGES))} pixels wide, not {self.edge}")
-
-    def row_name(self, workload: str) -> str:
-        """Return what a workload is called in rows: sizes and dtypes never mix."""
-        parts = ["gpu"] if self.size.on_gpu else []
-        parts += [self.size.name] if self.size.family else []
-        parts += [str(self.edge)] if self.size.family and self.edge != EDGES[0] else []
-        parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[self.dtype]
-        return "-".join([*parts, workload])
-
-    @property
-    def image_edge(self) -> int:
-        """The edge that orders ask for."""
-        return self.edge if self.size.family else STARTER_EDGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +199,12 @@ def cost(order: ImageSpec) -> float:
     return order.steps * (1.5 if order.control else 1.0)
 
 
-def workload(name: str, variety: Variety | None = None) -> ItemList:
+def workload(name: str, size: ImageSize) -> ItemList:
     """Make a workload."""
-    variety = variety or Variety()
-    size = variety.size
-    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, size)]
+    orders = [replace(order, edge=size.image_edge) for order in _orders(name, size)]
     one_by_one = name not in CONCURRENT
     return ItemList(
-        name=variety.row_name(name),
+        name=size.row_name(name),
         items=tuple(orders),
         warm_up=tuple(replace(order, steps=size.warm_up_steps) for order in orders),
         one_by_one=one_by_one,
@@ -233,7 +221,7 @@ def _orders(name: str, size: ImageSize) -> list[ImageSpec]:
         return _mixed16(size)
     if name == "distinct16":
         return [_order(size, i, 300 + i, loras=loras) for i, loras in enumerate(distinct_sets(size.lora_names))]
-    count = size.images.get(name) or _COUNTS[name.removesuffix("-service")]
+    count = {**_COUNTS, **(_FEW if size.family else {})}.get(name, _COUNTS["controlnet"])  # as `controlnet-service`
     if name in {"controlnet", "controlnet-service"}:
         return [_order(size, i, i, control=("edges", i)) for i in range(count)]
     if name == "same16":  # sixteen customers of one style
@@ -294,7 +282,7 @@ class ModelFolder:
         return cls(
             root=root,
             base=root / size.base,
-            controlnets={name: root / size.controlnets[name] for name in controlnets},
+            controlnets={name: root / size.controlnet(name) for name in controlnets},
             loras={name: root / "loras" / f"{name}.safetensors" for name in loras},
         )
 

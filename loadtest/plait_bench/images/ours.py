@@ -92,11 +92,8 @@ class Served(FleetWorker):
         scratch = self._opened.enter_context(tempfile.TemporaryDirectory(prefix="plait-bench-"))
         file = Path(scratch) / "plait.json"  # JSON is YAML
         file.write_text(json.dumps(config), encoding="utf-8")
-        cache = settings.get("cache")
-        with self._opened:
-            serving = serving_plait(file, environ={"XDG_CACHE_HOME": cache} if cache else {})
-            _, self._url = self._opened.enter_context(serving)
-            self._opened = self._opened.pop_all()  # it stays open unless the server did not start
+        environ = {"XDG_CACHE_HOME": settings["cache"]} if settings.get("cache") else {}
+        _, self._url = self._opened.enter_context(serving_plait(file, environ=environ))
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Send the requests all at once, or one after the other."""

@@ -107,23 +107,19 @@ class Diffusers(FleetWorker):
     request, else once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._way, self._on_gpu = settings["way"], settings["device"] == "cuda"
-        self._is_transformer = settings["is_transformer"]
+        """Load the model. `variant` is how modules compute: as they are, channels last, or compiled as diffusers'
+        documentation says, which is channels last, too, where there are convolutions."""
+        self._way = settings["way"]
         self._models: ModelFolder = settings["models"]
         self._pipelines = Pipelines(self._models, settings["dtype"], settings["device"])
         loras = {} if self._way == "stock" else self._models.loras
         self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
-
-    def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads, and how modules compute: as they are, channels last, or compiled as diffusers' documentation
-        says, which is channels last, too, where there are convolutions."""
-        torch.set_num_threads(threads)
-        is_last = variant and not self._is_transformer
+        torch.set_num_threads(settings["threads"])
         for module in self._pipelines.modules:
-            module.to(memory_format=torch.channels_last if is_last else torch.contiguous_format)
-            module._compiled_call_impl = None
-            if variant == "compiled":
-                module.compile(fullgraph=True, mode=_COMPILE_MODE if self._on_gpu else None)
+            if settings["variant"] and not settings["is_transformer"]:
+                module.to(memory_format=torch.channels_last)
+            if settings["variant"] == "compiled":
+                module.compile(fullgraph=True, mode=_COMPILE_MODE if settings["device"] == "cuda" else None)
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the images, each in a call of its own, in the order of the share (`in_runs` has sorted it by LoRA set);
@@ -235,13 +231,9 @@ class OpenVino(FleetWorker):
         self._kind: Any = OVStableDiffusionXLPipeline if xl else OVStableDiffusionPipeline
         root = Path(cache) if cache else cache_folder()
         self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
-        self._edge = settings["edge"]
-        self._threads, self._is_batched, self._batch = 1, False, 0
+        self._edge, self._threads, self._batch = settings["edge"], settings["threads"], 0
+        self._is_batched = settings["variant"] == "batched"  # equal orders are one call
         self._pipeline: Any = None
-
-    def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads, and whether equal orders are one call."""
-        self._threads, self._is_batched, self._batch = threads, variant == "batched", 0
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the calls."""

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 _OBJECTS_BYTES = 80 << 20
 _ENVIRONMENT = {
@@ -41,20 +42,13 @@ class LocalNodes:
         from ray._private.services import resolve_ip_for_localhost
         from ray.cluster_utils import Cluster
 
-        self._folder = folder
         # Loopback, unless Ray was imported with its default, by which it takes that for a mistake.
         self.ip_address = str(resolve_ip_for_localhost("127.0.0.1"))
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "num_gpus": 0,
-                "include_dashboard": False,
-                "object_store_memory": _OBJECTS_BYTES,
-                "node_ip_address": self.ip_address,
-                "temp_dir": str(folder),
-            },
-        )
+        self._own: dict[str, Any] = {
+            "object_store_memory": _OBJECTS_BYTES, "node_ip_address": self.ip_address, "temp_dir": str(folder)
+        }  # fmt: skip
+        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **self._own}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, Any] = {}
 
     @property
@@ -64,15 +58,8 @@ class LocalNodes:
 
     def add(self, name: str, node: NodeSize) -> None:
         """Start a node and wait until it is there."""
-        made = self._cluster.add_node(
-            num_cpus=node.cpus,
-            num_gpus=node.gpus,
-            labels=dict(node.labels or {}),
-            object_store_memory=_OBJECTS_BYTES,
-            node_ip_address=self.ip_address,
-            temp_dir=str(self._folder),
-        )
-        self._nodes[name] = made
+        labels = dict(node.labels or {})
+        self._nodes[name] = self._cluster.add_node(num_cpus=node.cpus, num_gpus=node.gpus, labels=labels, **self._own)
 
     def id_of(self, name: str) -> str:
         """Return Ray's id of a node."""
@@ -92,17 +79,11 @@ def local_nodes() -> Iterator[LocalNodes]:
     """Start a cluster without nodes; it is gone afterwards. The caller attaches with `attached`."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    before = os.environ.get("RAY_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="rn-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "ray").mkdir()
-        os.environ["RAY_TMPDIR"] = folder  # where it writes down which Ray is current; that of others stays theirs
-        try:
-            with closing(LocalNodes(Path(folder))) as nodes:
-                yield nodes
-        finally:
-            os.environ.pop("RAY_TMPDIR")
-            if before is not None:
-                os.environ["RAY_TMPDIR"] = before
+        # Where it writes down which Ray is current; that of others stays theirs.
+        with patch.dict(os.environ, RAY_TMPDIR=folder), closing(LocalNodes(Path(folder))) as nodes:
+            yield nodes
 
 
 @contextmanager

@@ -4,7 +4,7 @@ plait's planner, and with each of Serve's own ways of placing replicas. What is 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -118,95 +118,68 @@ class OnRay(Workload):
 
     def take(self, system: str, number: int) -> Sequence[Reading]:
         """Play the scenario on a cluster of its own."""
+        found: list[Reading] = []
         with local_nodes() as nodes:
-            phases = play(system, self.scenario, nodes, say=self._say)
-        return [
-            reading
-            for phase in phases
-            for reading in readings(
-                {"stranded_pct": 100 * phase.stranded / phase.gpus, "without_place": phase.without},
-                workload=f"{self.name}-{phase.name}",
-            )
-        ]
+            for step, values in play(system, self.scenario, nodes):
+                self._say(f"{system}, {step}: {values}")
+                found += readings(values, workload=f"{self.name}-{step}")
+        return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """How the cluster stands after a step. `without`: replicas that found no place. `restarted`: replicas that ended
-    although neither their node nor their deployment's number of replicas asked for it."""
-
-    name: str
-    gpus: int
-    stranded: float
-    without: int
-    restarted: int
-
-
-def play(
-    system: str,
-    scenario: ClusterScenario,
-    nodes: LocalNodes,
-    *,
-    say: Say = lambda _: None,
-    patience_s: float = _PATIENCE_S,
-) -> list[Phase]:
-    """Return the phases: the start, then one for each step. The nodes are started here."""
+def play(system: str, scenario: ClusterScenario, nodes: LocalNodes) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Yield how the cluster, whose nodes are started here, stands after each step."""
     for name, node in scenario.nodes.items():
         nodes.add(name, node)
     with attached(nodes, environ=_ENVIRONMENT.get(system)) as serve:
-        return _Playing(system, scenario, nodes, serve, say=say, patience_s=patience_s).run()
+        replicas, demands = _Replicas(serve), scenario.demands
+        for step in (ClusterChange(name="start"), *scenario.steps):
+            gone = {node_number(nodes.id_of(step.lost))} if step.lost else set()
+            if step.lost:
+                nodes.lose(step.lost)
+            elif step.added:
+                nodes.add(step.added, scenario.nodes[step.added])
+            else:
+                demands = tuple(replace(each, replicas=step.replicas.get(each.name, each.replicas)) for each in demands)
+                deploy(serve, _application(system, demands, tuple(scenario.nodes)))
+            yield step.name, _standing(demands, replicas.settled(sum(each.replicas for each in demands), gone))
 
 
-class _Playing:
-    """One play."""
+def _standing(demands: Sequence[Demand], found: Collection[Mapping[str, Any]]) -> Mapping[str, float]:
+    """Return what is stranded, and how many replicas have no place, by what those that run say of themselves."""
+    reports: dict[str, list[Mapping[str, Any]]] = {}
+    for said in found:
+        reports.setdefault(said["name"], []).append(said)
+    state = occupied([each for each in living_nodes(ray_nodes()) if each.node.gpus], demands, reports)
+    use = use_of(state, demands)
+    taken = sum(each.task.total_milli * len(reports.get(each.name, ())) for each in demands)
+    assert use.gpus * WHOLE - taken == int(state.gpu_free.sum()), "two replicas say that they have the same GPU"
+    without = sum(each.replicas for each in demands) - len(found)
+    return {"stranded_pct": 100 * use.stranded / use.gpus, "without_place": without}
 
-    def __init__(
-        self, system: str, scenario: ClusterScenario, nodes: LocalNodes, serve: Any, *, say: Say, patience_s: float
-    ) -> None:
-        self._system, self._scenario, self._nodes, self._serve = system, scenario, nodes, serve
-        self._say, self._patience_s = say, patience_s
-        self._demands = scenario.demands
+
+class _Replicas:
+    """The replicas of the application, as Serve and they themselves know them."""
+
+    def __init__(self, serve: Any) -> None:
+        self._serve = serve
         self._handle = cache(lambda name: serve.get_deployment_handle(name, _APP))
 
-    def run(self) -> list[Phase]:
-        """Play it all."""
-        return [self._phase(step) for step in (ClusterChange(name="start"), *self._scenario.steps)]
-
-    def _phase(self, step: ClusterChange) -> Phase:
-        before = self._replicas()
-        gone = {node_number(self._nodes.id_of(step.lost))} if step.lost else set()
-        if step.lost:
-            self._nodes.lose(step.lost)
-        if step.added:
-            self._nodes.add(step.added, self._scenario.nodes[step.added])
-        old = {each.name: each.replicas for each in self._demands}
-        self._demands = tuple(
-            replace(each, replicas=step.replicas.get(each.name, each.replicas)) for each in self._demands
-        )
-        if step.replicas or not before:
-            deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
-        after = self._settled(gone)
-        ended = [said for name, said in before.items() if name not in after and said[NODE] not in gone]
-        fewer = sum(max(0, old[each.name] - each.replicas) for each in self._demands)
-        phase = self._measured(step.name, after, max(0, len(ended) - fewer))
-        self._say(f"{self._system}: {phase}")
-        return phase
-
-    def _settled(self, gone: set[float]) -> dict[str, Mapping[str, Any]]:
-        """Wait until all replicas run, or nothing has changed for long; return who is where.
+    def settled(self, wanted: int, gone: Collection[float]) -> Collection[Mapping[str, Any]]:
+        """Wait until as many as wanted run, or nothing has changed for long; return what each says.
 
         Replicas on a lost node are found by asking: Serve takes some seconds to notice.
         """
-        wanted = sum(each.replicas for each in self._demands)
         seen: dict[str, int] = {}
         changed_s = time.monotonic()
         while True:
             counts = self._counts()
             if counts != seen:
                 seen, changed_s = counts, time.monotonic()
-            waited_long = time.monotonic() - changed_s > self._patience_s
+            waited_long = time.monotonic() - changed_s > _PATIENCE_S
             if sum(counts.values()) == wanted or waited_long:
-                found = {name: said for name, said in self._replicas().items() if said[NODE] not in gone}
+                names = [name for name, count in counts.items() if count]
+                with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
+                    found = [said for of in threads.map(self._ask, names) for said in of if said[NODE] not in gone]
                 if len(found) == wanted or waited_long:
                     return found
             time.sleep(_POLL_S)
@@ -220,36 +193,14 @@ class _Playing:
             if name != "root"
         }
 
-    def _replicas(self) -> dict[str, Mapping[str, Any]]:
-        """Return what each running replica says of itself, by its name."""
-        names = [name for name, count in self._counts().items() if count]
-        found: dict[str, Mapping[str, Any]] = {}
-        with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
-            for name, answers in zip(names, threads.map(self._ask, names), strict=True):
-                place = split_name(name)
-                found |= {said["replica"]: {**said, "name": place[0] if place else name} for said in answers}
-        return found
-
     def _ask(self, name: str) -> list[Mapping[str, Any]]:
+        """Return what each replica of a deployment says of itself, with the demand's name."""
         try:
             answers = self._handle(name).broadcast("whereabouts").results(timeout_s=_ANSWER_S, return_exceptions=True)
         except Exception:  # its last replica has ended; Ray's and Serve's errors have no common base
             return []
-        return [said for said in answers if isinstance(said, Mapping)]
-
-    def _measured(self, name: str, after: Mapping[str, Mapping[str, Any]], restarted: int) -> Phase:
-        nodes = [each for each in living_nodes(ray_nodes()) if each.node.gpus]
-        reports: dict[str, list[Mapping[str, Any]]] = {}
-        for said in after.values():
-            reports.setdefault(said["name"], []).append(said)
-        state = occupied(nodes, self._demands, reports)
-        use = use_of(state, self._demands)
-        wanted = sum(each.replicas for each in self._demands)
-        taken = sum(each.task.total_milli * len(reports.get(each.name, ())) for each in self._demands)
-        assert use.gpus * WHOLE - taken == int(state.gpu_free.sum()), "two replicas say that they have the same GPU"
-        return Phase(
-            name=name, gpus=use.gpus, stranded=use.stranded, without=wanted - len(after), restarted=restarted
-        )  # fmt: skip
+        demand = (split_name(name) or (name,))[0]
+        return [{**said, "name": demand} for said in answers if isinstance(said, Mapping)]
 
 
 def _application(system: str, demands: tuple[Demand, ...], classes: tuple[str, ...]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from plait_deploy.on_ray.replica_location import whereabouts
 class Tiny:
     """A replica."""
 
-    async def whereabouts(self) -> dict[str, float | str]:
-        """Return where it is, and its name."""
-        return {**whereabouts(), "replica": str(serve.get_replica_context().replica_id.unique_id)}
+    async def whereabouts(self) -> dict[str, float]:
+        """Return where it is."""
+        return whereabouts()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return where it is; Serve calls this for the policy."""

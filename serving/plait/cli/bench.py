@@ -55,7 +55,7 @@ def bench(
     """Measure plait and its peers in turn. Data goes to stdout, progress to stderr."""
     try:
         from plait_bench.errors import BenchError
-        from plait_bench.job import NAMES, BenchJob, measure, text_table
+        from plait_bench.job import NAMES, measure, text_table
     except ModuleNotFoundError as error:
         raise PlaitError("benchmarks are not installed: run this in a clone of plait's repository") from error
 
@@ -63,16 +63,16 @@ def bench(
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
     options = {"models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data}
-    job = BenchJob(
-        name=name, rounds=rounds, quick=quick, at=at, workloads=tuple(workload or ()), systems=tuple(system or ()),
-        record=record, results=results, options={key: value for key, value in options.items() if value is not None},
-    )  # fmt: skip
+    given = {key: value for key, value in options.items() if value is not None}
     # Servers that a benchmark started must not outlive it, however it is asked to end, in the background of a script
     # too, where SIGINT is ignored.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with told(BenchError):
-            document = measure(job, say=_say)
+            document = measure(
+                name, say=_say, rounds=rounds, quick=quick, workloads=workload or (), systems=system or (),
+                record=record, results=results, copy_of=at, **given,
+            )  # fmt: skip
     finally:
         signal.signal(signal.SIGTERM, before)
     text = json.dumps(document, indent=1)

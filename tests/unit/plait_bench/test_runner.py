@@ -14,7 +14,7 @@ from fakes.bench import FakeFleet, fake_systems, fake_workload, measured
 from plait_bench.benchmark import RATIO, Benchmark, Reading, Subject, Workload, percentile
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
-from plait_bench.images.fleet import ItemList, System
+from plait_bench.images.fleet import ItemList, ProcessLayout, System
 from plait_bench.images.measured import OnFleets
 from plait_bench.runner import BenchResult, RunPlan
 
@@ -35,24 +35,24 @@ class Played:
         systems: list[System] | None = None,
         opening: Callable[[System], None] = lambda _: None,
         cores: int = 1,
-        max_open: int = 0,
+        takes_turns: bool = False,
         plan: RunPlan = ONE_ROUND,
         check: Callable[..., None] = lambda *_: None,
         **more: Any,
     ) -> BenchResult:
         """`seconds`: what a run of each system takes (`FakeFleet`), always the same, or why there is none."""
 
-        def open_fleet(system: System, processes: int) -> FakeFleet:
+        def open_fleet(system: System, layout: ProcessLayout) -> FakeFleet:
             taken = seconds[system.name]
             opening(system)
             if isinstance(taken, Exception):
                 raise taken
             always = taken if callable(taken) else lambda *_: taken
-            self.made[system.name] = FakeFleet(system.name, always, self.log)
+            self.made[system.name] = FakeFleet(system.name, layout, always, self.log)
             return self.made[system.name]
 
         lists, systems = works or [fake_workload()], systems or fake_systems(*seconds)
-        given = {"cores": cores, "max_open": max_open, "open_fleet": open_fleet}
+        given = {"cores": cores, "takes_turns": takes_turns, "open_fleet": open_fleet}
         made = tuple(OnFleets(items, systems, check, **given) for items in lists)
         return measured(Benchmark(workloads=made), plan, **more)
 
@@ -150,13 +150,6 @@ def test_a_system_that_can_not_run_is_left_out_with_its_reason():
         Played().run({"ours": SystemUnavailable("no engine"), "theirs": 1.0})
 
 
-def test_a_workload_runs_only_its_systems():
-    """Others start no process."""
-    played = Played()
-    played.run({"ours": 1.0, "theirs": 1.0}, fake_workload(systems=frozenset({"ours"})))
-    assert set(played.made) == {"ours"}
-
-
 def test_different_results_stop_the_run_and_the_processes():
     """Nothing is timed when the systems do not do the same."""
     played = Played()
@@ -194,7 +187,7 @@ def test_what_does_not_fit_is_closed_and_comes_back_warm():
         assert all(fleet.closed for fleet in played.made.values())
         opened.append(system.name)
 
-    played.run({"a": 1.0, "b": 1.0}, plan=RunPlan(rounds=2), opening=opening, max_open=1)
+    played.run({"a": 1.0, "b": 1.0}, plan=RunPlan(rounds=2), opening=opening, takes_turns=True)
     assert opened[-4:] == ["a", "b", "a", "b"]
     assert played.log[-4:] == ["a 1", "a 4", "b 1", "b 4"]
 

@@ -18,7 +18,7 @@ from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from plait_bench import autoconfig
 from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.searching import Curve, Searching, measured_again, play
-from plait_bench.autoconfig.services import Service, TuningTask, falcon_suite, recorded_suite
+from plait_bench.autoconfig.services import Service, falcon_suite, recorded_suite
 from plait_bench.benchmark import Benchmark
 from plait_bench.errors import BenchError
 from plait_bench.runner import RunPlan, run
@@ -53,9 +53,9 @@ def recorded(*, leave_out: int = 0) -> list[LibraryRun]:
 def test_recorded_runs_become_a_workload():
     """Each against the other; trials show what was measured, in order; the truth is the mean."""
     suite = recorded_suite(recorded(), SPACE)
-    assert [task.name for task in suite.tasks] == ["one", "two"]
-    assert [run.run_id for run in suite.tasks[0].library] == ["two"]
-    service = suite.tasks[0].service
+    assert [service.name for service in suite.services] == ["one", "two"]
+    assert [run.run_id for run in suite.services[0].library] == ["two"]
+    service = suite.services[0]
     at = service.index[service.space.key({"threads": 3, "batch": 4})]
     rng = np.random.default_rng(0)
     shown = [service.show(at, repeat, rng).metrics["goodput_per_cost"] for repeat in (0, 1, 2)]
@@ -78,7 +78,7 @@ def test_what_the_trials_cannot_tell_apart_ties():
                 outcome = TrialOutcome.measured(goodput_per_cost=shown * (glitch if not trials else 1.0))
                 trials.append(Trial(number=len(trials), config=cell, outcome=outcome, repeat=repeat))
         run = LibraryRun(run_id="one", service="tiny", trials=tuple(trials), goals=("max goodput_per_cost",))
-        return recorded_suite([run], SPACE).tasks[0].service
+        return recorded_suite([run], SPACE).services[0]
 
     service = service_of(3)
     assert service.tie == pytest.approx(1 - np.exp(-1.96 * 0.03 * (2 / 3) ** 0.5), abs=0.02)
@@ -91,9 +91,9 @@ def test_what_the_trials_cannot_tell_apart_ties():
 
 def test_a_run_with_cells_missing_is_only_a_source():
     """Its optimum is not known."""
-    (task,) = recorded_suite(recorded(leave_out=3), SPACE).tasks
-    assert task.name == "one"
-    assert [len(run.trials) for run in task.library] == [5]
+    (service,) = recorded_suite(recorded(leave_out=3), SPACE).services
+    assert service.name == "one"
+    assert [len(run.trials) for run in service.library] == [5]
 
 
 def test_the_whole_benchmark_runs_on_recorded_runs():
@@ -118,8 +118,8 @@ def test_without_data_the_published_tables_are_left_out():
 def liking(family: str) -> float:
     """How well the values of the first past job agree with the truth of its service (rank correlation)."""
     suite = synthetic.suite(family)
-    (run,) = [each for each in suite.tasks[0].library if each.service == suite.tasks[1].name]
-    service = suite.tasks[1].service
+    (run,) = [each for each in suite.services[0].library if each.service == suite.services[1].name]
+    service = suite.services[1]
     ran = [trial for trial in run.trials if trial.outcome.failure is None]
     shown = [trial.outcome.metrics["goodput_per_cost"] for trial in ran]
     true = [service.values[service.index[service.space.key(trial.config)]] for trial in ran]
@@ -132,20 +132,20 @@ def test_libraries_mislead_as_announced():
     assert liking("negated") < -0.5
     assert abs(liking("shuffled")) < 0.5
     suite = synthetic.suite("glitch")
-    metrics = [trial.outcome.metrics for run in suite.tasks[0].library for trial in run.trials]
+    metrics = [trial.outcome.metrics for run in suite.services[0].library for trial in run.trials]
     values = [each["goodput_per_cost"] for each in metrics if each]
-    assert max(values) > 10 * max(task.service.values.max() for task in suite.tasks)
+    assert max(values) > 10 * max(service.values.max() for service in suite.services)
 
 
 def test_a_search_is_judged_on_the_truth():
     """What is shown is noisy; regret is that of the configuration that would be applied, and never a lucky value."""
-    task = synthetic.suite("cold").tasks[0]
+    service = synthetic.suite("cold").services[0]
 
-    def make(task: TuningTask, seed: int) -> RandomDesigner:
-        return RandomDesigner(task.service.space, task.service.objective, seed=seed)
+    def make(service: Service, seed: int) -> RandomDesigner:
+        return RandomDesigner(service.space, service.objective, seed=seed)
 
-    curve = play(make, task, seed=0, trials=12)
-    assert curve.regrets == play(make, task, seed=0, trials=12).regrets
+    curve = play(make, service, seed=0, trials=12)
+    assert curve.regrets == play(make, service, seed=0, trials=12).regrets
     assert len(curve.regrets) == 12
     assert all(0.0 <= each <= 1.0 for each in curve.regrets)
 
@@ -181,8 +181,7 @@ def test_extra_trials_are_taken_seed_by_seed():
     """Misled minus cold, of the same seed; without that seed there is nothing to say."""
     slow, fast = (Curve(regrets=(0.5,) * n + (0.0,)) for n in (3, 1))
     cold = Searching("synthetic-cold", lambda: synthetic.suite("cold"))
-    misled = Searching("synthetic-negated", lambda: synthetic.suite("negated"))
-    misled.misled(cold)
+    misled = Searching("synthetic-negated", lambda: synthetic.suite("negated"), cold)
     with misled.session(lambda _: None):
         cold.played["plait"] = {4: [fast]}
         found = {reading.metric: reading.value for reading in misled.readings("plait", 4, [slow])}

@@ -52,11 +52,11 @@ def test_the_library_that_ships_has_every_cell_of_these_workloads():
     """Of at least three image services and three ranking services, each cell more than once: so their optima are known,
     with an interval."""
     for suite in map(own_suite, SPACES):
-        assert len(suite.tasks) >= 3
-        for task in suite.tasks:
-            assert len(task.service.space.cells()) <= 48
-            assert min(map(len, task.service.shown.values())) >= 2
-            assert 0.0 < task.service.tie < 0.5
+        assert len(suite.services) >= 3
+        for service in suite.services:
+            assert len(service.space.cells()) <= 48
+            assert min(map(len, service.shown.values())) >= 2
+            assert 0.0 < service.tie < 0.5
 
 
 def test_an_outcome_counts_what_came_in_time():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -12,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plait_bench.faults.killing import Fault, problems, slope_of
+from plait_bench.faults.killing import Fault, problems
 from plait_bench.faults.requests import DOCUMENTED, Ask, End, Reply, Tally, answer_of, image_ask, mixed, verdict_of
-from plait_bench.faults.server import HELD, grown
+from plait_bench.faults.server import HELD, FaultServer, grown, kind_of
+from support.waiting import wait_for
 
 JSON = {"content-type": "application/json", "retry-after": "5"}
 RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
@@ -155,13 +158,45 @@ def usage(**more):
 
 
 def test_what_grew_is_told_from_what_varies():
-    """Memory by more than 5 %, and whose; a file or a dead process at all; less is no growth."""
+    """Memory by more than 5 %, or another share, and whose; a file or a dead process at all; less is no growth."""
     before = usage(memory_bytes=1000, socket_files=3)
     assert grown(before, usage(memory_bytes=1049, socket_files=3)) == []
     assert grown(before, usage(memory_bytes=500, socket_files=4)) == ["socket_files grew from 3 to 4"]
     assert grown(usage(zombies=0), usage(zombies=1)) == ["zombies grew from 0 to 1"]
     more = usage(memory_bytes=200, cn=20, engine=180)
     assert grown(usage(), more) == ["memory_bytes grew from 100 to 200, engine by 80, cn by 20"]
+    assert grown(before, usage(memory_bytes=1021, socket_files=3), memory_share=0.02)[0].startswith("memory_bytes grew")
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"),
+    [
+        ("ray::ServeReplica:plait:cn-picks.rank()", "cn-picks"),
+        ("ray::ServeReplica:plait:engine", "engine"),
+        ("ray::ProxyActor.ready", "proxy"),
+        ("/lib/ray/core/src/ray/gcs/gcs_server", "gcs"),
+        ("ray::IDLE", "ray"),
+    ],
+)
+def test_a_process_is_known_by_its_title(title, kind):
+    """Ray sets it."""
+    assert kind_of(title) == kind
+
+
+def test_a_server_is_its_command_and_all_that_it_started(tmp_path):
+    """With what each holds; who has ended is none of it."""
+    program = "import subprocess; subprocess.Popen(['sleep', '60']); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as command:
+        command.stdout.readline()
+        server = FaultServer(url="", mark="none", root=command.pid, folder=tmp_path)
+        titles = server.titles()
+        assert sorted(server.processes().values()) == ["command", "ray"]
+        held = server.usage()
+        assert (held["processes"], held["zombies"], held["orphans"]) == (2, 0, 0)
+        assert held["memory_bytes"] == held["command"] + held["ray"] > 0
+        for each in titles:
+            each.kill()
+    wait_for(lambda: not server.titles())
 
 
 def test_a_fault_covers_the_requests_of_its_time():
@@ -195,20 +230,3 @@ def test_a_run_is_passed_only_if_nothing_is_wrong():
     assert problems(fine, fine, [Fault(kind="cn", name="cn", at_s=1.0)]) == ["cn did not recover"]
     assert problems(fine, fine, []) == ["no process was killed"]
     assert problems(tally(), fine, [fault]) == ["no answer was right"]
-
-
-def test_a_slope_is_told_from_noise():
-    """A rise within the samples' noise is none; a smaller one without noise is; an outlier moves nothing."""
-    rng = np.random.default_rng(0)
-    times = np.arange(0.0, 1800.0, 5.0)
-    still = 1000.0 + rng.normal(0.0, 5.0, times.size)
-    assert not slope_of(times, still).grows
-    risen = still + times * 0.05
-    assert slope_of(times, risen).grows
-    assert slope_of(times, risen).per_hour == pytest.approx(180.0, rel=0.1)
-    jumped = still.copy()
-    jumped[100] = 1e6
-    assert not slope_of(times, jumped).grows
-    assert not slope_of(times, np.full(times.size, 7.0)).grows
-    with pytest.raises(ValueError, match="no line"):
-        slope_of([1.0], [1.0])

@@ -10,9 +10,9 @@ import pytest
 from plait_bench.errors import BenchError, Disagreement
 from plait_bench.images import benchmark, on_fleets
 from plait_bench.images.measured import PixelCheck
-from plait_bench.images.orders import SIZES, Variety, workload
+from plait_bench.images.orders import SIZES, workload
 
-SD15 = Variety(size=SIZES["sd15"])
+STARTER, SD15 = SIZES["starter"], SIZES["sd15"]
 
 
 def image(seed=0):
@@ -22,21 +22,21 @@ def image(seed=0):
 
 def test_each_order_of_lora_pays_its_switch():
     """No two neighbours have the same set, also from one round to the next."""
-    sets = [order.loras for order in workload("lora").items]
+    sets = [order.loras for order in workload("lora", STARTER).items]
     assert all(one != sets[i - 1] for i, one in enumerate(sets))
     assert all(sets)
 
 
 def test_a_warm_up_touches_what_its_workload_touches():
     """The same orders with fewer steps."""
-    for made in map(workload, Variety().size.workloads[1:]):
+    for made in (workload(name, STARTER) for name in STARTER.workloads[1:]):
         assert [replace(one, steps=0) for one in made.items] == [replace(one, steps=0) for one in made.warm_up]
         assert max(order.steps for order in made.warm_up) < 5
 
 
 def test_rounding_is_fine_and_more_is_refused():
     """A level here or there; eleven levels in one pixel stop the benchmark and name the image."""
-    single = workload("single")
+    single = workload("single", STARTER)
     near, far, same = image(), image(), image()
     near[0, 0, 0] += 8
     far[1, 1, 1] += 11
@@ -49,7 +49,7 @@ def test_flat_pictures_prove_nothing():
     """Two systems that both draw black do not agree, they fail."""
     black = np.zeros((4, 4, 3), np.uint8)
     with pytest.raises(Disagreement, match="flat"):
-        PixelCheck()(workload("single"), {"plait": [black], "diffusers": [black]})
+        PixelCheck()(workload("single", STARTER), {"plait": [black], "diffusers": [black]})
 
 
 def test_missing_models_are_listed(tmp_path):
@@ -81,7 +81,7 @@ def test_only_the_models_that_are_needed_must_be_there(tmp_path):
 def test_sizes_edges_and_dtypes_never_share_a_row():
     """What differs in the models, the image size or the dtype has another name."""
     kinds = [
-        Variety(size=size, edge=edge, dtype=dtype)
+        size.of(dtype, edge)
         for size in SIZES.values()
         for edge in ((256, 512) if size.name != "starter" else (256,))
         for dtype in ("float32", "bfloat16", "float16")
@@ -90,7 +90,7 @@ def test_sizes_edges_and_dtypes_never_share_a_row():
     assert len(set(names)) == len(names)
     assert {"single", "bf16-single", "sd15-single", "sd15-512-single", "sdxl-bf16-single"} < set(names)
     for kind in kinds:
-        assert all(workload(name, kind).name == kind.row_name(name) for name in kind.size.workloads[1:])
+        assert all(workload(name, kind).name == kind.row_name(name) for name in kind.workloads[1:])
 
 
 def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):
@@ -99,13 +99,13 @@ def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):
     assert [each.pairs for each in made] == [
         (("plait", peer),) for peer in ("diffusers_fair", "plait_exact", "plait_torch", "openvino")
     ]
-    assert {(each.name, each._max_open) for each in made} == {("sd15-single", 2)}
+    assert {(each.name, each._takes_turns) for each in made} == {("sd15-single", False)}
 
 
 def test_on_a_gpu_the_engine_is_compared_with_diffusers(tmp_path):
     """All stay open, each in one process; the images have more steps, and nobody adapts to the load."""
     (made,) = benchmark(only=["lora"], size="sdxl", device="cuda", models=tmp_path).workloads
-    assert (made.name, made._max_open) == ("gpu-sdxl-fp16-lora", 0)
+    assert (made.name, made._takes_turns) == ("gpu-sdxl-fp16-lora", False)
     found = {name: [layout.partition(" ")[2] for layout in made.layouts(name)] for name in made.systems}
     assert found == {"plait_engine": ["own"], "diffusers_fair": ["channels_last", "compiled"], "diffusers": [""]}
     assert (made._items.settings["device"], made._items.settle_s) == ("cuda", 0.0)
@@ -114,7 +114,7 @@ def test_on_a_gpu_the_engine_is_compared_with_diffusers(tmp_path):
 
 def test_openvino_makes_equal_images_one_by_one_or_in_one_call(tmp_path):
     """Whichever is faster."""
-    (made,) = on_fleets(tmp_path, [Variety()], ["same4"], ["openvino"], host_cores=2)
+    (made,) = on_fleets(tmp_path, [STARTER], ["same4"], ["openvino"], host_cores=2)
     assert list(made.layouts("openvino")) == [
         f"{of}{batched}" for of in ("1x1", "1x2", "2x1") for batched in ("", " batched")
     ]
@@ -131,7 +131,7 @@ def test_a_workload_loads_only_the_models_that_it_names(tmp_path):
 
 def test_a_later_pair_is_compared_with_the_first_ones_reference():
     """Two systems that agree with each other, but not with diffusers, are refused."""
-    single, check, right, wrong = workload("single"), PixelCheck(), image(), image(1)
+    single, check, right, wrong = workload("single", STARTER), PixelCheck(), image(), image(1)
     check(single, {"plait": [right], "diffusers_fair": [right]})
     with pytest.raises(Disagreement, match="openvino differs from diffusers_fair's"):
         check(single, {"plait": [right], "openvino": [wrong]})
@@ -139,7 +139,7 @@ def test_a_later_pair_is_compared_with_the_first_ones_reference():
 
 def test_bfloat16_is_judged_by_the_mean():
     """Rounding alone moves single pixels by tens of levels there."""
-    half = replace(workload("single"), settings={"dtype": "bfloat16"})
+    half = replace(workload("single", STARTER), settings={"dtype": "bfloat16"})
     far = image()
     far[1, 1, 1] += 40
     PixelCheck()(half, {"plait": [far], "diffusers": [image()]})

@@ -13,7 +13,7 @@ from fakes.bench import FakeFleet
 from plait.config import ServedConfig
 from plait_bench.images import SYSTEMS
 from plait_bench.images.measured import StartWorkload
-from plait_bench.images.orders import SIZES, ImageSpec, ModelFolder, Variety, control_map, workload
+from plait_bench.images.orders import SIZES, ImageSpec, ModelFolder, control_map, workload
 from plait_bench.images.ours import body_of, configuration, prepared_parts
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.http.images.schemas import GenerationBody
@@ -61,8 +61,8 @@ def test_a_variant_differs_in_what_its_name_says(models, name):
 
 def test_orders_become_requests_that_the_server_takes():
     """Every field of every workload; the control map survives."""
-    for kind in (Variety(), Variety(size=SIZES["sd15"])):
-        for name in kind.size.workloads[1:]:
+    for kind in (SIZES["starter"], SIZES["sd15"]):
+        for name in kind.workloads[1:]:
             for order in workload(name, kind).items:
                 body = GenerationBody.model_validate(body_of(order))
                 assert (body.prompt, body.seed, body.num_inference_steps) == (order.prompt, order.seed, order.steps)
@@ -78,10 +78,10 @@ def test_a_start_is_cold_once_and_warm_once():
     caches: list[str] = []
     fleets: list[FakeFleet] = []
 
-    def open_fleet(known, processes):
-        assert processes == 1
+    def open_fleet(known, layout):
+        assert layout.processes == 1
         caches.append(known.settings["cache"])
-        fleets.append(FakeFleet(known.name, lambda *_: 1.0, []))
+        fleets.append(FakeFleet(known.name, layout, lambda *_: 1.0, []))
         return fleets[-1]
 
     known = [SYSTEMS["plait"], SYSTEMS["diffusers"]]

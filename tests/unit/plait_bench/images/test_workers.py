@@ -24,14 +24,13 @@ def system(factory: str = "fakes.bench:Echo") -> System:
 @pytest.fixture(scope="module")
 def fleet():
     """Two workers."""
-    opened = WorkerFleet(system(), 2)
+    opened = WorkerFleet(system(), ProcessLayout(processes=2, threads=3, variant="wide"))
     yield opened
     opened.close()
 
 
 def test_items_come_back_in_order_whatever_process_did_them(fleet, capfd):
     """Two processes share the items; results are in item order, and nothing that a library prints reaches stdout."""
-    fleet.configure(ProcessLayout(processes=2, threads=3, variant="wide"))
     taken_s, results = fleet.run([{"i": i} for i in range(5)], one_by_one=False, keep=True)
     assert [result["i"] for result in results] == [0, 1, 2, 3, 4]
     assert {(r["threads"], r["variant"], r["greeting"], r["one_by_one"]) for r in results} == {
@@ -43,15 +42,13 @@ def test_items_come_back_in_order_whatever_process_did_them(fleet, capfd):
 
 def test_results_are_not_sent_unless_asked_for(fleet):
     """A timed run carries times only."""
-    fleet.configure(ProcessLayout(processes=1, threads=1))
     assert fleet.run([{"i": 0}], one_by_one=False)[1] == []
 
 
 def test_a_paused_fleet_stands_still_and_works_afterwards():
     """With all that its processes started; closing one that is paused ends it as ever."""
-    opened = WorkerFleet(system(), 2)
+    opened = WorkerFleet(system(), ProcessLayout(processes=2, threads=1))
     try:
-        opened.configure(ProcessLayout(processes=2, threads=1))
         pids = with_descendants(opened.pids)
         opened.pause()
         opened.pause()
@@ -83,7 +80,7 @@ def state_of(pid: int) -> str:
 def test_a_failure_is_one_sentence(factory, item, error, sentence):
     """An exception, a death and a missing library each say which system and why."""
     with pytest.raises(error, match=sentence):
-        fleet = WorkerFleet(system(factory), 1)
+        fleet = WorkerFleet(system(factory), ProcessLayout(processes=1, threads=1))
         try:
             fleet.run([item], one_by_one=False)
         finally:

@@ -10,8 +10,6 @@ import pytest
 
 from plait_bench import job, loadtest
 from plait_bench.errors import SystemFailed, SystemUnavailable
-from plait_bench.job import BenchJob
-from plait_bench.loadtest import generators
 from plait_bench.loadtest.window import ThroughputWindow, measure, noop_server
 from support.waiting import wait_for
 
@@ -27,7 +25,7 @@ def machine(limit_per_s):
 
     def attempt(rate_per_s):
         late = rate_per_s > limit_per_s
-        return generators.GeneratorTrial(
+        return loadtest.GeneratorTrial(
             rate_per_s=rate_per_s,
             window=window(min(rate_per_s, limit_per_s)),
             lag_p99_ms=50.0 if late else 1.0,
@@ -40,15 +38,15 @@ def machine(limit_per_s):
 @pytest.mark.parametrize("limit_per_s", [4000, 9000, 23_456, 100_000])
 def test_the_highest_rate_is_found_to_five_percent(limit_per_s):
     """Never more than the machine keeps, never less than 5 % below it; a round at a rate steps down as the search."""
-    found = generators.highest_rate(machine(limit_per_s))
+    found = loadtest.highest_rate(machine(limit_per_s))
     assert limit_per_s / 1.05 <= found <= limit_per_s
-    assert generators.hold(machine(found), found).is_valid
+    assert loadtest.hold(machine(found), found).is_valid
 
 
 def test_a_machine_that_keeps_no_rate_is_an_error():
     """No rate means no number, not a wrong one."""
     with pytest.raises(SystemFailed, match="busy"):
-        generators.highest_rate(machine(1000))
+        loadtest.highest_rate(machine(1000))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def test_a_machine_that_keeps_no_rate_is_an_error():
 )
 def test_only_what_is_on_time_complete_and_without_errors_counts(lag_ms, errors, per_s, valid):
     """p99 lag up to 5 ms, no errors, and the server saw the offered rate."""
-    trial = generators.GeneratorTrial(rate_per_s=1000.0, window=window(per_s), lag_p99_ms=lag_ms, errors=errors)
+    trial = loadtest.GeneratorTrial(rate_per_s=1000.0, window=window(per_s), lag_p99_ms=lag_ms, errors=errors)
     assert trial.is_valid is bool(valid)
 
 
@@ -76,7 +74,7 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
     monkeypatch.setattr(
         loadtest, "CONTENDERS", {"plait": prepare("plait"), "locust": prepare("locust"), "wrk": missing}
     )
-    written = job.measure(BenchJob(name="loadtest", rounds=3), say=lambda _: None)
+    written = job.measure("loadtest", say=lambda _: None, rounds=3)
     assert written["left_out"] == {"wrk": "wrk is not on PATH"}
     assert written["ratios"]["noop:requests_per_s:plait/locust"] == 2.0
     rows = {(row["system"], row["metric"]): row["value"] for row in written["rows"]}
@@ -93,7 +91,7 @@ def test_the_window_counts_what_the_server_saw(monkeypatch):
             wait_for(lambda: server.served() >= so_far + 300)
 
         monkeypatch.setattr("plait_bench.loadtest.window.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-        trial = generators.try_rate(server, 1000.0, seconds=1.0)
+        trial = loadtest.try_rate(server, 1000.0, seconds=1.0)
         assert server.served() - 300 >= trial.window.requests >= 300
     assert trial.window.cpu_s > 0
     assert trial.errors == 0

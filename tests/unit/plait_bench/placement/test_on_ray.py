@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from plait_bench.benchmark import Benchmark
 from plait_bench.placement import on_ray
-from plait_bench.placement.on_ray import SMALL, SYSTEMS, OnRay, Phase
+from plait_bench.placement.on_ray import SMALL, SYSTEMS, OnRay
 from plait_bench.runner import RunPlan, joined, run
 
 
@@ -17,11 +17,11 @@ def test_every_step_is_a_workload_of_its_own(monkeypatch):
     def nodes():
         yield "nodes"
 
-    def played(system, scenario, there, *, say):
+    def played(system, scenario, there):
         assert (scenario, there) == (SMALL, "nodes")
-        stranded = {"plait": 1.0, "ray-spread": 3.0, "ray-pack": 2.0}[system]
-        common = {"gpus": 10, "stranded": stranded, "restarted": 0}
-        return [Phase(name="start", without=0, **common), Phase(name="lost", without=1, **common)]
+        stranded = {"plait": 10.0, "ray-spread": 30.0, "ray-pack": 20.0}[system]
+        yield "start", {"stranded_pct": stranded, "without_place": 0}
+        yield "lost", {"stranded_pct": stranded, "without_place": 1}
 
     monkeypatch.setattr(on_ray, "local_nodes", nodes)
     monkeypatch.setattr(on_ray, "play", played)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait_bench.placement.simulator import churn, fill, inflated
+from plait_bench.placement.filling import churn, fill, inflated
 from plait_deploy.errors import TaskError
 from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.state import ClusterState

@@ -97,7 +97,7 @@ def test_the_application_has_the_deployments_that_the_configuration_names(render
         (CONFIG.replace("replicas: 3", "replicas: 30"), CLUSTER, "the cluster is too full for"),
         (CONFIG, CLUSTER.replace("host", "a host"), "class a host cannot be a label's value"),
         (CONFIG, CLUSTER.replace("host", "a@b"), "'a@b' names no deployment and no class of nodes"),
-        (CONFIG, "nodes: []", "a list of at least one group of nodes"),
+        (CONFIG, "nodes: []", "nodes: must have at least 1 item"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(render, config, cluster, sentence):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait_bench.placement.simulator import fill, inflated, shuffled
+from plait_bench.placement.filling import fill, inflated, shuffled
 from plait_deploy.errors import TaskError
 from plait_deploy.placement.fragments import FragmentTables, integer_scores
 from plait_deploy.placement.policies import make_policy
