@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -16,8 +14,7 @@ from PIL import Image
 
 from plait_bench.faults.killing import Fault, problems
 from plait_bench.faults.requests import DOCUMENTED, Ask, End, Reply, Tally, answer_of, image_ask, mixed, verdict_of
-from plait_bench.faults.server import HELD, FaultServer, grown, kind_of
-from support.waiting import wait_for
+from plait_bench.faults.server import HELD, grown
 
 JSON = {"content-type": "application/json", "retry-after": "5"}
 RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
@@ -166,37 +163,6 @@ def test_what_grew_is_told_from_what_varies():
     more = usage(memory_bytes=200, cn=20, engine=180)
     assert grown(usage(), more) == ["memory_bytes grew from 100 to 200, engine by 80, cn by 20"]
     assert grown(before, usage(memory_bytes=1021, socket_files=3), memory_share=0.02)[0].startswith("memory_bytes grew")
-
-
-@pytest.mark.parametrize(
-    ("title", "kind"),
-    [
-        ("ray::ServeReplica:plait:cn-picks.rank()", "cn-picks"),
-        ("ray::ServeReplica:plait:engine", "engine"),
-        ("ray::ProxyActor.ready", "proxy"),
-        ("/lib/ray/core/src/ray/gcs/gcs_server", "gcs"),
-        ("ray::IDLE", "ray"),
-    ],
-)
-def test_a_process_is_known_by_its_title(title, kind):
-    """Ray sets it."""
-    assert kind_of(title) == kind
-
-
-def test_a_server_is_its_command_and_all_that_it_started(tmp_path):
-    """With what each holds; who has ended is none of it."""
-    program = "import subprocess; subprocess.Popen(['sleep', '60']); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as command:
-        command.stdout.readline()
-        server = FaultServer(url="", mark="none", root=command.pid, folder=tmp_path)
-        titles = server.titles()
-        assert sorted(server.processes().values()) == ["command", "ray"]
-        held = server.usage()
-        assert (held["processes"], held["zombies"], held["orphans"]) == (2, 0, 0)
-        assert held["memory_bytes"] == held["command"] + held["ray"] > 0
-        for each in titles:
-            each.kill()
-    wait_for(lambda: not server.titles())
 
 
 def test_a_fault_covers_the_requests_of_its_time():
