@@ -4,8 +4,8 @@
 killed in turn, the next one only after recovery; then it is quiet again. Every answer is compared with the first
 round's; what the server holds, before with after (`held`). `night` does the same to a Ray on which Serve was given a
 configuration, as an operator deploys it: Serve's control store is stopped for a minute, a second version takes over in
-place while requests run, and each kind of process is also stopped for a while. `steady` compares what the server holds
-before and after half an hour.
+place while requests run, and each kind of process is also stopped for a while. `steady` lays a line through what the
+server holds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import httpx2
+import numpy as np
 import yaml
+from scipy import stats
 
-from plait_bench.benchmark import Reading, readings
+from plait_bench.benchmark import Reading, ResultRow, readings
 from plait_bench.commands import PLAIT, run_command
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.requests import WEIGHTS, Answer, Ask, End, Reply, Tally, Verdict, answer_of, mixed, verdict_of
@@ -41,6 +43,7 @@ from plait_bench.faults.server import (
     grown,
     send_all,
     settled,
+    watched,
 )
 
 _MAX_OPEN, _AT_ONCE, _CLIENTS = 256, 16, 8
@@ -312,32 +315,70 @@ class Night(Ends):
 # ---- what grows -----------------------------------------------------------------------------------------------------
 
 SAMPLED = HELD[:-2]
-_CAPACITY_S, _SHARE, _STEADY_MEMORY_SHARE = 30.0, 0.7, 0.02
+_WARM_SHARE, _EVERY_S, _CAPACITY_S, _SHARE = 0.1, 5.0, 30.0, 0.7
+_BLOCKS, _NOISES = 30, 2.0
+"""Samples are taken together to so many medians: neighbours are alike, and an interval would be too narrow."""
+
+
+class Slope(NamedTuple):
+    """A line's rise per hour with its 95 % interval. `grows`: whether it rises for sure, and by more than twice the
+    noise of the samples around it."""
+
+    per_hour: float
+    low: float
+    high: float
+    grows: bool
+
+
+def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
+    """Fit a line by Theil and Sen: the median of all pairs' slopes. Raises ValueError for fewer than three samples."""
+    if len(times_s) < 3 or len(times_s) != len(values):
+        raise ValueError(f"{len(values)} values at {len(times_s)} moments are no line")
+    parts = min(_BLOCKS, len(times_s))
+    hours = np.array([np.median(part) for part in np.array_split(np.asarray(times_s, dtype=float) / 3600.0, parts)])
+    taken = np.array([np.median(part) for part in np.array_split(np.asarray(values, dtype=float), parts)])
+    fit = stats.theilslopes(taken, hours, alpha=0.95)
+    around = taken - (fit.intercept + fit.slope * hours)
+    noise = stats.median_abs_deviation(around, scale="normal")
+    grows = fit.low_slope > 0.0 and fit.slope * (hours[-1] - hours[0]) > _NOISES * noise
+    return Slope(float(fit.slope), float(fit.low_slope), float(fit.high_slope), bool(grows))
 
 
 class Steady(Mixed):
-    """A share of what the server can do is asked of it for half an hour. Rows have by how much more it holds at rest
-    than before, per hour."""
+    """A share of what the server can do is asked of it for half an hour."""
 
     metrics: Mapping[str, str] = {
         f"{name}_per_hour": "MiB" if name.endswith("_bytes") else "1" for name in SAMPLED
     }  # fmt: skip
     untimed = metrics
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.slopes: dict[str, Slope] = {}
+
     async def measured(self, system: str, number: int) -> list[Reading]:
-        """Offer the load."""
+        """Offer the load, and sample; the first tenth of the samples does not count."""
         ends = Tally()
         per_s = _SHARE * self.capacity_per_s(self.asks, seconds=_CAPACITY_S, clients=_CLIENTS)
         self.say(f"{per_s:.2f} requests/s are offered for {_STEADY_S / 60:g} minutes")
         async with Client(self.server.url) as client:
             until_s = time.monotonic() + _STEADY_S
-            await send_at_pace(
-                client, self.asks, per_s, lambda ask, reply: ends.add(self.judged(ask, reply)),
-                until=lambda: time.monotonic() > until_s,
-            )  # fmt: skip
-            held = await self.at_rest(client)
+            async with watched(self.server.usage, every_s=_EVERY_S) as samples:
+                await send_at_pace(
+                    client, self.asks, per_s, lambda ask, reply: ends.add(self.judged(ask, reply)),
+                    until=lambda: time.monotonic() > until_s,
+                )  # fmt: skip
+        counted = samples[int(_WARM_SHARE * len(samples)) :]
+        for name in SAMPLED:
+            values = [usage[name] / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
+            self.slopes[name] = slope_of([at_s for at_s, _ in counted], values)
         self.missed += ends.failures if ends.ends[End.RIGHT] else ["no answer was right"]
-        self.missed += grown(self.before, held, memory_share=_STEADY_MEMORY_SHARE)
-        more = {name: held[name] - self.before[name] for name in SAMPLED}
-        units = {name: 2**20 if name.endswith("_bytes") else 1 for name in SAMPLED}
-        return readings({f"{name}_per_hour": more[name] / units[name] * 3600.0 / _STEADY_S for name in SAMPLED})
+        self.missed += [f"{name} grows by {it.per_hour:.3g} per hour" for name, it in self.slopes.items() if it.grows]
+        return []
+
+    def conclude(self) -> Sequence[ResultRow]:
+        """Return the slopes; the spread of a row is the slope's 95 % interval."""
+        return [
+            replace(self.row("plait", f"{name}_per_hour", it.per_hour), p20=it.low, p80=it.high)
+            for name, it in self.slopes.items()
+        ]

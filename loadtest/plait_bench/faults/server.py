@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager, contextmanager, redirect_stdout, sup
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
-from unittest.mock import patch
 
 import httpx2
 import psutil
@@ -58,7 +57,7 @@ _PROC, _SHM = Path("/proc"), Path("/dev/shm")  # noqa: S108  # looked at, never 
 _OTHERS_FILES = ("plasma", "torch_", "sem.", "__KMP")
 """Files of Ray, torch and OpenMP in /dev/shm, which other programs have there too; plait has none with a name."""
 
-_GONE_S, _CPUS = 5.0, 16
+_GONE_S, _POLL_S, _CPUS = 5.0, 0.25, 16
 _DESCRIPTORS = 1 << 16
 _PERIOD_S, _PATIENCE_S, _STILL, _STILL_SHARE = 2.0, 60.0, 3, 0.01
 _CONNECT_S, _PREPARED_S = 10.0, 90.0
@@ -75,20 +74,14 @@ class FaultServer:
     root: int
     folder: Path
 
-    def titles(self) -> dict[psutil.Process, str]:
-        """Return its processes with their titles; those that have ended have none."""
-        below = with_descendants([self.root])
-        found: dict[psutil.Process, str] = {}
-        for each in psutil.process_iter(["cmdline", "environ"]):
-            is_ours = each.pid in below or (each.info["environ"] or {}).get(_MARK) == self.mark
-            if is_ours and each.info["cmdline"] and each.pid != os.getpid():
-                found[each] = each.info["cmdline"][0].strip()
-        return found
+    def titles(self) -> dict[int, str]:
+        """Return the titles of its processes by their ids."""
+        pids = (with_descendants([self.root]) | self._marked()) - {os.getpid()}
+        return {pid: title for pid in sorted(pids) if (title := _title(pid))}
 
     def processes(self) -> dict[int, str]:
         """Return the kinds of its processes by their ids."""
-        titles = {each.pid: title for each, title in self.titles().items()}
-        return {pid: "command" if pid == self.root else kind_of(title) for pid, title in titles.items()}
+        return {pid: "command" if pid == self.root else kind_of(title) for pid, title in self.titles().items()}
 
     def of(self, kind: str) -> list[int]:
         """Return its processes of a kind."""
@@ -100,8 +93,11 @@ class FaultServer:
 
     def usage(self) -> Usage:
         """Return what is held now: by the names in `HELD`, and the memory of each kind of process."""
-        kinds, below, memory = self.processes(), with_descendants([self.root]), self.own_memory()
+        kinds, below = self.processes(), with_descendants([self.root])
         held = {pid: status_of(pid) for pid in kinds}
+        memory: Usage = Counter()
+        for pid, kind in kinds.items():
+            memory[kind] += held[pid].get("RssAnon", 0) + held[pid].get("RssShmem", 0)
         files = [target for pid in kinds for target in _descriptors(pid)]
         counts = {
             "processes": len(kinds),
@@ -129,6 +125,10 @@ class FaultServer:
         """Return the most that one process of this kind had in memory since it began, in bytes, pages of files too."""
         return max((status_of(pid).get("VmHWM", 0) for pid, its in self.processes().items() if its == kind), default=0)
 
+    def _marked(self) -> set[int]:
+        seen = psutil.process_iter(["environ"])
+        return {each.pid for each in seen if (each.info["environ"] or {}).get(_MARK) == self.mark}
+
 
 def kind_of(title: str) -> str:
     """Return the kind of a process of the server by its title, which Ray sets."""
@@ -137,6 +137,14 @@ def kind_of(title: str) -> str:
     if title.endswith("/gcs_server"):
         return "gcs"
     return next((kind for start, kind in _TITLES.items() if title.startswith(start)), "ray")
+
+
+def _title(pid: int) -> str:
+    """Return the title; none of a process that has ended."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _descriptors(pid: int) -> list[str]:
@@ -176,30 +184,37 @@ def deployed(folder: Path, missed: list[str]) -> Iterator[tuple[FaultServer, Cal
     from plait_bench.placement.cluster import NodeSize, attached, deploy, local_nodes
     from plait_serving.deployments.proxy import proxy_environment
 
-    mark = secrets.token_hex(8)
-    own = {_MARK: mark, "TMPDIR": str(folder), "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1", **proxy_environment(())}
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    # Ray tells on stdout who died.
-    with patch.dict(os.environ, own), redirect_stdout(sys.stderr), local_nodes() as nodes:
-        nodes.add("one", NodeSize(cpus=_CPUS))
-        with attached(nodes, port=port) as serve:
+    mark, before = secrets.token_hex(8), dict(os.environ)
+    os.environ.update(
+        {_MARK: mark, "TMPDIR": str(folder), "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1", **proxy_environment(())}
+    )
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = found.getsockname()[1]
+        with redirect_stdout(sys.stderr), local_nodes() as nodes:  # where Ray tells who died
+            nodes.add("one", NodeSize(cpus=_CPUS))
+            with attached(nodes, port=port) as serve:
 
-            def handed(application: Any) -> Callable[[], bool]:
-                deploy(serve, application)
-                return lambda: bool(serve.status().applications[application["name"]].status == "RUNNING")
+                def handed(application: Any) -> Callable[[], bool]:
+                    deploy(serve, application)
+                    return lambda: bool(serve.status().applications[application["name"]].status == "RUNNING")
 
-            server = FaultServer(url=f"http://127.0.0.1:{port}", mark=mark, root=os.getpid(), folder=folder)
-            yield server, handed
-            titles = server.titles()
+                server = FaultServer(url=f"http://127.0.0.1:{port}", mark=mark, root=os.getpid(), folder=folder)
+                yield server, handed
+                titles = server.titles()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     missed += _left_behind(titles, folder)
 
 
-def _left_behind(titles: Mapping[psutil.Process, str], folder: Path) -> list[str]:
+def _left_behind(titles: Mapping[int, str], folder: Path) -> list[str]:
     """Return what has not gone: of processes, by their titles, and of sockets."""
-    _, left = psutil.wait_procs(titles, timeout=_GONE_S)
+    until_s = time.monotonic() + _GONE_S
+    while (left := [pid for pid, title in titles.items() if _title(pid) == title]) and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
     sockets = [f"left behind: socket {path.relative_to(folder)}" for path in folder.rglob("*") if path.is_socket()]
-    return [f"left behind: {titles[each]} ({each.pid})" for each in left] + sockets
+    return [f"left behind: {titles[pid]} ({pid})" for pid in left] + sockets
 
 
 class OnServer(Workload):
@@ -270,7 +285,7 @@ class OnServer(Workload):
 # ---- what it holds --------------------------------------------------------------------------------------------------
 
 MEMORY_SHARE = 0.05
-"""By how much memory may have grown where processes are fresh ones, which are not laid out like those before."""
+"""By how much memory may have grown: fresh processes are not laid out like old ones."""
 
 _SLACK = {"threads": 16, "descriptors": 32, "sockets": 32, "shared_bytes": 32 << 20, "processes": 2}
 """What comes and goes by itself: pools of threads and connections, Ray's idle workers."""
@@ -283,12 +298,12 @@ HELD = (
 """`socket_files`: in its folder; `orphans`: processes of the run that are no descendants of the one that started it."""
 
 
-def grown(before: Usage, after: Usage, *, memory_share: float = MEMORY_SHARE) -> list[str]:
+def grown(before: Usage, after: Usage) -> list[str]:
     """Return what is more afterwards than it may be, in words; of memory also whose, the most first."""
     found = []
     for name in HELD:
         was, now = before[name], after[name]
-        share = memory_share if name in ("memory_bytes", "threads", "descriptors", "sockets") else 0.0
+        share = MEMORY_SHARE if name in ("memory_bytes", "threads", "descriptors", "sockets") else 0.0
         if now > was + max(share * was, _SLACK.get(name, 0)):
             more = (after - before).most_common() if name == "memory_bytes" else []
             whose = "".join(f", {kind} by {held}" for kind, held in more if kind not in HELD)
