@@ -2,7 +2,8 @@
 
 `loadtest/RESULTS.md` has all of them. README.md opens with a few ratios, between `<!-- headlines -->` and
 `<!-- /headlines -->`: one in which plait is ahead beside one in which it is not, so that the page promises no more than
-the tables show. Rows whose commit is not in the history of HEAD are not shown.
+the tables show. A guide has at most one table of at most eight lines, between `<!-- results: BENCH WORKLOAD... -->` and
+`<!-- /results -->`. Rows whose commit is not in the history of HEAD are not shown.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 from plait_bench import records
 from plait_bench.benchmark import RATIO
 from plait_bench.errors import BenchError
-from plait_bench.host import ROOT, history
+from plait_bench.host import PACKAGE_FOLDERS, ROOT, history
 from plait_bench.job import RESULTS
 from plait_bench.records import Record
 
 PAGE = ROOT / "loadtest" / "RESULTS.md"
-_MAX_NAMES = 8
+_MAX_LINES, _MAX_NAMES = 8, 8
 _HEAD = """# Results
 
 The newest rows that count, in the metrics by which one decides: medians over rounds. In bold a ratio, taken round by
@@ -102,13 +103,16 @@ def _tables(bench: str, shown: Sequence[Record]) -> Iterator[str]:
         yield _table(metrics, workloads, shown) + "\n"
 
 
-def _table(metrics: Sequence[str], workloads: Sequence[str], shown: Sequence[Record]) -> str:
-    """Return the table of some workloads. A ratio stands beside the system that it divides by; what all lines have in
-    common stands below the table."""
+def _table(
+    metrics: Sequence[str], workloads: Sequence[str], shown: Sequence[Record], max_lines: int | None = None
+) -> str:
+    """Return the table of some workloads, of at most so many lines. A ratio stands beside the system that it divides
+    by; what all lines have in common stands below the table."""
     rows = [row for row in shown if row["workload"] in workloads and row["metric"] in metrics]
-    lines: dict[tuple[str, str], list[Record]] = {}
+    by_line: dict[tuple[str, str], list[Record]] = {}
     for row in sorted(rows, key=lambda row: workloads.index(row["workload"])):
-        lines.setdefault((row["workload"], row["system"].rpartition("/")[2]), []).append(row)
+        by_line.setdefault((row["workload"], row["system"].rpartition("/")[2]), []).append(row)
+    lines = dict(list(by_line.items())[:max_lines])
     divided = {row["system"].rpartition("/")[0] for row in rows if row["unit"] == RATIO}
     is_modelled = all(row.get("kind") == "modelled" for row in rows)
 
@@ -206,6 +210,25 @@ def _headlines(read: Read) -> Iterator[str]:
         yield f"{NOT_RECORDED} {'; '.join(missing)}."
 
 
+def with_tables(text: str, read: Read) -> str:
+    """Return a guide with its table filled. Raises `BenchError` for an unknown benchmark."""
+    block = re.compile(r"(<!-- results: (\w+) ([\w. -]+?) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+    def filled(match: re.Match[str]) -> str:
+        bench, workloads = match[2], match[3].split()
+        if bench not in SECTIONS:
+            raise BenchError(f"there is no benchmark {bench!r}; there are {', '.join(SECTIONS)}")
+        shown = [row for row in read(bench) if row["workload"] in workloads]
+        there = {row["metric"] for row in shown}
+        metrics = [metric for metric in SECTIONS[bench] if metric in there]
+        made = "Not measured yet.\n"
+        if metrics:
+            made = f"{_table(metrics, workloads, shown, _MAX_LINES)}\n\nOn {_machines(shown)}.\n"
+        return f"{match[1]}{made}{match[4]}"
+
+    return block.sub(filled, text)
+
+
 _history = cache(lambda: history(ROOT))
 
 
@@ -217,7 +240,12 @@ def shown(bench: str) -> list[Record]:
 def made() -> dict[Path, str]:
     """Return what the documents should be."""
     readme = ROOT / "README.md"
-    return {PAGE: page(shown), readme: with_headlines(readme.read_text(encoding="utf-8"), shown)}
+    guides = [path for folder in PACKAGE_FOLDERS if (path := ROOT / folder / "README.md").is_file()]
+    return {
+        PAGE: page(shown),
+        readme: with_headlines(readme.read_text(encoding="utf-8"), shown),
+        **{path: with_tables(path.read_text(encoding="utf-8"), shown) for path in guides},
+    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -87,6 +87,24 @@ def test_less_latency_is_ahead(value, is_ahead):
     assert (results.NOT_AHEAD not in text) is is_ahead
 
 
+def test_a_guide_has_one_short_table():
+    """Of the workloads that it names, at most eight lines; the text around it stays, a second run changes nothing."""
+    text = "before\n<!-- results: images same16 single -->\nstale\n<!-- /results -->\nafter\n"
+    rows = [
+        record(f"s{number}", workload, value=1.0 + number)
+        for workload in ("mixed16", "single", "same16")
+        for number in range(6)
+    ]
+    filled = results.with_tables(text, only(*rows))
+    lines = [line.split(" | ")[:2] for line in filled.splitlines() if line.startswith(("| `", "| |"))]
+    assert [line[0] for line in lines] == ["| `same16`", *["|"] * 5, "| `single`", "|"]
+    assert [line[1] for line in lines] == ["s0", "s1", "s2", "s3", "s4", "s5", "s0", "s1"]
+    assert (filled.startswith("before\n<!-- "), filled.endswith("<!-- /results -->\nafter\n")) == (True, True)
+    assert results.with_tables(filled, only(*rows)) == filled
+    with pytest.raises(BenchError, match="no benchmark 'cakes'; there are images, disagg"):
+        results.with_tables("<!-- results: cakes all -->\n<!-- /results -->\n", only())
+
+
 def test_what_is_not_in_the_history_is_not_shown(monkeypatch, tmp_path):
     """However new it is."""
     from plait_bench import records
