@@ -169,7 +169,7 @@ def _merge(width: int) -> OperatorCase:
 
     def plait(weight: torch.Tensor, own: torch.Tensor, ups: list[torch.Tensor], downs: list[torch.Tensor]) -> object:
         terms = [Term(up=up, down=down, c=0.5) for up, down in zip(ups, downs, strict=True)]
-        load("lora_merge", weight.device.type, weight.dtype)(weight, own, terms, proven_finite=True)
+        load("lora_merge", weight.device.type, weight.dtype)(weight, own, terms)
         return weight
 
     def eager(weight: torch.Tensor, own: torch.Tensor, ups: list[torch.Tensor], downs: list[torch.Tensor]) -> object:
