@@ -31,7 +31,6 @@ from plait_serving.diffusion.families.unet.halves import (
     EncoderOutput,
     decoder_half,
     encoder_half,
-    needs_forward_size,
     summed,
     time_embedding,
 )
@@ -196,8 +195,7 @@ class UNetDenoiser:
                 return half, functools.partial(compiled.decode, half, second)
             self._weights.take()
             half = encoder_half(self._unet, sample, embedding, text)
-            forward_size = needs_forward_size(self._unet, sample)
-            return half, functools.partial(decoder_half, self._unet, half, forward_size=forward_size)
+            return half, functools.partial(decoder_half, self._unet, half)
 
     def _threads(self, compiled: CompiledHalves | None) -> AbstractContextManager[None]:
         """Return what surrounds the work on halves: programs of another library have the cores to themselves."""

@@ -90,11 +90,6 @@ def time_embedding(
     return embedding if unet.time_embed_act is None else unet.time_embed_act(embedding)
 
 
-def needs_forward_size(unet: Any, sample: torch.Tensor) -> bool:
-    """Return whether doubling would not restore the sides, because they are no multiple of the UNet's total factor."""
-    return any(side % 2**unet.num_upsamplers for side in sample.shape[-2:])
-
-
 def encoder_half(unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor) -> EncoderOutput:
     """Run `conv_in`, the down blocks and the mid block on `sample (R, c, h, w)` and `text (R, L, C)`."""
     if unet.config.center_input_sample:
@@ -116,17 +111,17 @@ def _read_by(block: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"encoder_hidden_states": text} if getattr(block, "has_cross_attention", False) else {}
 
 
-def decoder_half(unet: Any, half: EncoderOutput, *, forward_size: bool) -> torch.Tensor:
+def decoder_half(unet: Any, half: EncoderOutput) -> torch.Tensor:
     """Run the up blocks and the output layers; return the model output `(R, c, h, w)`.
 
-    `forward_size`: whether upsampling takes its size from the skips (`needs_forward_size`); where doubling would do,
-    the result is the same.
+    Upsampling takes its size from the skips, as diffusers does where doubling would not restore the sides; where it
+    would, the bits are the same.
     """
     sample, skips = half.sample, half.skips
     for i, block in enumerate(unet.up_blocks):
         count = len(block.resnets)
         skips, taken = skips[:-count], skips[-count:]
-        size = skips[-1].shape[2:] if forward_size and i < len(unet.up_blocks) - 1 else None
+        size = skips[-1].shape[2:] if i < len(unet.up_blocks) - 1 else None
         sample = block(
             hidden_states=sample,
             temb=half.embedding,
