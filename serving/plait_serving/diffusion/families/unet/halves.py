@@ -38,14 +38,12 @@ class EncoderOutput:
 
     def add_all(self, rows: Sequence[slice], parts: Sequence[Residuals]) -> None:
         """Add several ControlNets' residuals to a request's rows like `add`, in one pass over every skip."""
-        count = sum(part.stop - part.start for part in rows)
-        scales = torch.ones(len(parts), count, device=self.sample.device)  # scaled where they were computed
         op: ResidualAddOp = load("residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts))
         for target, *residuals in zip((*self.skips, self.sample), *((*p.down, p.mid) for p in parts), strict=True):
             done = 0
             for part in _adjacent(rows):
                 here = slice(done, done + part.stop - part.start)
-                op(target[part], [residual[here] for residual in residuals], scales[:, here])
+                op(target[part], [residual[here] for residual in residuals])
                 done = here.stop
 
     def fits(self, residuals: Residuals, count: int) -> bool:
