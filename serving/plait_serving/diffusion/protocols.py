@@ -119,9 +119,9 @@ class ControlNetClient(Protocol):
     def close(self, session: ControlSession) -> None:
         """Drop a session, which is not asked in again; again does nothing."""
 
-    def stepped(self, kind: Hashable, seconds: float | None) -> None:
-        """Take what a step took of a request that has a session, for who chooses between places; None: it does not tell
-        what such steps take. `kind`: equal for steps that cost the same wherever a ControlNet runs."""
+    def stepped(self, kind: Hashable, seconds: float) -> None:
+        """Take what a step took of a request that has a session, for who chooses between places. `kind`: equal for
+        steps that cost the same wherever a ControlNet runs."""
         del kind, seconds  # one place has no choice
 
     def shutdown(self) -> None:
@@ -166,14 +166,6 @@ class Denoiser(Protocol):
 
     `finish` may be called from the decode thread while `predict` runs: it touches other modules only.
     """
-
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return `(c, h, w)` of one image's latents."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last `predict` was as fast as such calls will be: an executor may still compile for its
-        shape."""
 
     def takes(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether these files can be inputs of a step; otherwise they must be merged into the live weights.

@@ -134,10 +134,10 @@ class MovableControlNetClient(ControlNetClient):
 
         return answers
 
-    def stepped(self, kind: Hashable, seconds: float | None) -> None:
+    def stepped(self, kind: Hashable, seconds: float) -> None:
         """Take what a step has cost, if one place alone was asked in it."""
         asked, self._asked = self._asked, set()
-        if seconds is not None and len(asked) == 1:
+        if len(asked) == 1:
             self._trial.record(asked.pop(), kind, seconds)
 
     def close(self, session: ControlSession) -> None:
