@@ -75,9 +75,6 @@ class Family(ABC):
         """Return what a request comes to. Thread-safe. Raises `RequestError` for values that the model cannot take, or
         that mean nothing together."""
 
-    def read(self) -> None:  # noqa: B027  # one whose files are read as they are used has nothing to do
-        """Bring the weights into memory for the next `load`, if that can be said apart. Raises `ModelError`."""
-
     @abstractmethod
     def load(self) -> Denoiser:
         """Bring the weights into memory. Raises `ModelError`."""
