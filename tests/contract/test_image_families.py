@@ -189,7 +189,7 @@ def test_its_samplers_make_as_many_calls_as_are_forecast(family: Family, denoise
         assert len(ours.timesteps) == request.calls
         for step in range(request.calls):
             output, before = 0.1 * latents, latents.clone()
-            assert ours.predicted_original(output, step, latents).shape == shape
+            assert ours.predicted_original(output, step, latents).shape == latents.shape
             assert torch.equal(latents, before)
             latents = ours.step(output, step, before.clone())
             assert torch.equal(latents, twin.step(output, step, before))

@@ -72,8 +72,8 @@ def warn_of_emulation() -> None:
     """Log, once a process, that the CPU has no instructions for bfloat16, if it has none."""
     if not has_bfloat16():
         _log.warning(
-            "images.dtype is bfloat16, for which this CPU (%s) has no instructions: steps take many times as long as in "
-            "float32; leave the dtype out",
+            "images.dtype is bfloat16, for which this CPU (%s) has no instructions: steps take many times as long as "
+            "in float32; leave the dtype out",
             instruction_set(),
         )
 

@@ -11,6 +11,7 @@ from plait_serving.diffusion import memory
 from plait_serving.diffusion.memory import warn_of_emulation
 from plait_serving.images.config import ImagesSection
 
+
 @pytest.fixture(autouse=True)
 def _nothing_said_yet() -> Iterator[None]:
     """It is said once a process."""
@@ -20,9 +21,7 @@ def _nothing_said_yet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_it_is_said_once(
-    native: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_said_once(native: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """However many models there are; nothing where the CPU computes it."""
     monkeypatch.setattr(memory, "has_bfloat16", lambda: native)
     warn_of_emulation()

@@ -59,8 +59,8 @@ def case(request):
 
 @torch.inference_mode()
 def test_halves_have_the_bits_of_the_whole(case):
-    """Encoder half, residuals of two ControlNets, decoder half: `torch.equal` to the UNet's forward, which doubles sides
-    where these are taken from the skips."""
+    """Encoder half, residuals of two ControlNets, decoder half: `torch.equal` to the UNet's forward, which doubles
+    sides where these are taken from the skips."""
     unet, given, residuals = case
     whole = unet(
         **given, down_block_additional_residuals=residuals.down, mid_block_additional_residual=residuals.mid,
