@@ -7,7 +7,6 @@ it.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,19 +34,16 @@ class SizeBound:
 class ImplInfo:
     """One implementation of `op`. `entry` is `module:function`, imported only when it is chosen.
 
-    `dtypes` are those of the tensor that the operator writes; `devices` None: any. `needs` names modules that must be
-    importable, `bounds` are of sizes, which the caller of `load` must then give. Among the implementations that fit,
-    the highest `rank` wins. What is `compiled` on the machine has a function `trial(device, dtype)` beside its entry,
-    which runs it once: it needs a compiler and headers that no import asks for, and a GPU that the compiler knows.
+    `dtypes` are those of the tensor that the operator writes; `devices` None: any. `bounds` are of sizes, which the
+    caller of `load` must then give. What is `compiled` on the machine has a function `trial(device, dtype)` beside its
+    entry, which runs it once: it needs a package, a compiler and headers, and a GPU that the compiler knows.
     """
 
     op: str
     name: str
     entry: str
-    rank: int
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str] | None = None
-    needs: tuple[str, ...] = ()
     bounds: tuple[SizeBound, ...] = ()
     compiled: bool = False
 
@@ -65,7 +61,7 @@ class KernelError(LookupError):
 
 
 def _reference(entry: str, dtypes: frozenset[torch.dtype] = _FLOATS | {torch.float64}) -> ImplInfo:
-    return ImplInfo(op=entry.split(".")[1], name="reference", entry=entry, rank=0, dtypes=dtypes)
+    return ImplInfo(op=entry.split(".")[1], name="reference", entry=entry, dtypes=dtypes)
 
 
 def _triton(entry: str, *bounds: SizeBound) -> ImplInfo:
@@ -73,21 +69,18 @@ def _triton(entry: str, *bounds: SizeBound) -> ImplInfo:
         op=entry.split(".")[1],
         name="triton",
         entry=entry,
-        rank=10,
         devices=frozenset({"cuda"}),
         dtypes=_FLOATS,
-        needs=("triton",),
         bounds=bounds,
         compiled=True,
     )
 
 
 IMPLS: tuple[ImplInfo, ...] = (
+    ImplInfo(op="lora_merge", name="concat", entry="plait_kernels.lora_merge.concat:merge_", dtypes=_FLOATS),
     _reference("plait_kernels.lora_merge.reference:merge_"),
-    ImplInfo(op="lora_merge", name="concat", entry="plait_kernels.lora_merge.concat:merge_", rank=10, dtypes=_FLOATS),
-    _reference("plait_kernels.geglu.reference:geglu"),
     _triton("plait_kernels.geglu.triton_impl:geglu"),
-    _reference("plait_kernels.group_norm_silu.reference:group_norm_silu"),
+    _reference("plait_kernels.geglu.reference:geglu"),
     # Offsets are int32, with room for a last tile. A tile holds whole groups; a table of its groups x lanes stays in
     # registers.
     _triton(
@@ -95,26 +88,22 @@ IMPLS: tuple[ImplInfo, ...] = (
         SizeBound(size="elements", high=2**30),
         SizeBound(size="group_channels", low=1, high=1024),
     ),
-    _reference("plait_kernels.residual_add.reference:residual_add_"),
+    _reference("plait_kernels.group_norm_silu.reference:group_norm_silu"),
     _triton(
         "plait_kernels.residual_add.triton_impl:residual_add_",
         SizeBound(size="residuals", high=4),  # one kernel argument each
     ),
-    _reference("plait_kernels.int8_lookup.reference:int8_lookup", frozenset({torch.float32})),
+    _reference("plait_kernels.residual_add.reference:residual_add_"),
     ImplInfo(
         op="int8_lookup",
         name="quantized",
         entry="plait_kernels.int8_lookup.cpu_impl:int8_lookup",
-        rank=10,
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32}),
     ),
+    _reference("plait_kernels.int8_lookup.reference:int8_lookup", frozenset({torch.float32})),
 )
-
-
-def is_importable(module: str) -> bool:
-    """Return whether a top-level module is installed, without importing it."""
-    return importlib.util.find_spec(module) is not None
+"""Of each operator the best implementation first."""
 
 
 @lru_cache(maxsize=256)
@@ -124,7 +113,7 @@ def trial_failure(impl: ImplInfo, device: str, dtype: torch.dtype) -> str | None
         return None
     try:
         importlib.import_module(impl.entry.partition(":")[0]).trial(device, dtype)
-    except Exception as error:  # of a compiler, a driver or a library: whatever it is, the reference runs
+    except Exception as error:  # of an import, a compiler or a driver: whatever it is, the reference runs
         text = str(error).strip().splitlines()
         return f"does not run here ({type(error).__name__}{f': {text[0]}' if text else ''})"
     return None
@@ -138,22 +127,21 @@ def select_impl(
     *,
     sizes: Mapping[str, int] = MappingProxyType({}),
     impls: Sequence[ImplInfo] = IMPLS,
-    importable: Callable[[str], bool] = is_importable,
     failure: Callable[[ImplInfo, str, torch.dtype], str | None] = trial_failure,
 ) -> Selection:
     """Return the implementation of `op` for a device type ("cpu", "cuda", ...), a dtype and a problem's sizes.
 
-    `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the best that fits is
-    chosen. Pure but for `importable` and `failure`, which look at the machine.
+    `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the first that fits is
+    chosen. Pure but for `failure`, which looks at the machine.
     """
-    known = sorted((impl for impl in impls if impl.op == op), key=lambda impl: -impl.rank)
+    known = [impl for impl in impls if impl.op == op]
     if explicit is not None:
         known = [impl for impl in known if impl.name == explicit]
         if not known:
             raise KernelError(f"{op} has no implementation named {explicit!r}")
     passed_over: list[str] = []
     for impl in known:
-        reason = _misfit(impl, device, dtype, sizes, importable) or failure(impl, device, dtype)
+        reason = _misfit(impl, device, dtype, sizes) or failure(impl, device, dtype)
         if reason is None:
             return Selection(impl=impl, passed_over=tuple(passed_over))
         passed_over.append(f"{impl.name}: {reason}")
@@ -161,9 +149,7 @@ def select_impl(
     raise KernelError(f"no implementation of {op} for {dtype} on {device} ({why})")
 
 
-def _misfit(
-    impl: ImplInfo, device: str, dtype: torch.dtype, sizes: Mapping[str, int], importable: Callable[[str], bool]
-) -> str | None:
+def _misfit(impl: ImplInfo, device: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> str | None:
     if impl.devices is not None and device not in impl.devices:
         return f"does not run on {device}"
     if dtype not in impl.dtypes:
@@ -175,8 +161,7 @@ def _misfit(
             return f"takes {bound.size} from {bound.low}"
         if sizes[bound.size] > bound.high:
             return f"takes {bound.size} up to {bound.high}"
-    missing = [module for module in impl.needs if not importable(module)]
-    return f"needs {', '.join(missing)}" if missing else None
+    return None
 
 
 @lru_cache(maxsize=4096)

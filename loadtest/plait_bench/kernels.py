@@ -134,16 +134,14 @@ def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
         skip, *residuals = (
             torch.randn(shape, device=device, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(4)
         )
-        return skip, residuals, torch.full((3, _ROWS), 0.01, device=device)
+        return skip, [residual * 0.01 for residual in residuals]
 
-    def plait(skip: torch.Tensor, residuals: list[torch.Tensor], scales: torch.Tensor) -> object:
-        load("residual_add", skip.device.type, skip.dtype, residuals=len(residuals))(skip, residuals, scales)
+    def plait(skip: torch.Tensor, residuals: list[torch.Tensor]) -> object:
+        load("residual_add", skip.device.type, skip.dtype, residuals=len(residuals))(skip, residuals)
         return skip
 
-    def eager(skip: torch.Tensor, residuals: list[torch.Tensor], scales: torch.Tensor) -> object:
-        del scales  # diffusers multiplies by a Python number where a ControlNet ends
-        scaled = [residual * 0.01 for residual in residuals]
-        skip += scaled[0] + scaled[1] + scaled[2]
+    def eager(skip: torch.Tensor, residuals: list[torch.Tensor]) -> object:
+        skip += residuals[0] + residuals[1] + residuals[2]
         return skip
 
     return OperatorCase(
@@ -169,7 +167,7 @@ def _merge(width: int) -> OperatorCase:
 
     def plait(weight: torch.Tensor, own: torch.Tensor, ups: list[torch.Tensor], downs: list[torch.Tensor]) -> object:
         terms = [Term(up=up, down=down, c=0.5) for up, down in zip(ups, downs, strict=True)]
-        load("lora_merge", weight.device.type, weight.dtype)(weight, own, terms, proven_finite=True)
+        load("lora_merge", weight.device.type, weight.dtype)(weight, own, terms)
         return weight
 
     def eager(weight: torch.Tensor, own: torch.Tensor, ups: list[torch.Tensor], downs: list[torch.Tensor]) -> object:

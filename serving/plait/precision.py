@@ -31,8 +31,8 @@ _GPUS = ("nvidia[0-9]*", "kfd", "dxg")
 def with_dtype(
     images: ImagesSection, *, devices: Path = Path("/dev"), native: Callable[[], bool] = has_bfloat16
 ) -> ImagesSection:
-    """Return the section with its dtype named, if this machine's CPU will run the model; else as it is. Logs what
-    bfloat16 costs if it was asked for and the CPU has no instructions for it.
+    """Return the section with its dtype named, if this machine's CPU will run the model; else as it is. Logs
+    that the CPU has no instructions for bfloat16 if that was asked for.
 
     A hub id is downloaded if it is not here yet. `devices`: where device files are; `native`: whether the CPU computes
     bfloat16. Raises `PlaitError` if the download fails.
@@ -40,7 +40,7 @@ def with_dtype(
     if not _on_cpu(images, devices):
         return images
     if images.dtype == "bfloat16" and not native():
-        from plait_serving.diffusion.emulation import warn_of_emulation
+        from plait_serving.diffusion.memory import warn_of_emulation
 
         warn_of_emulation()
     if images.dtype != "auto":

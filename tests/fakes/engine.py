@@ -275,8 +275,6 @@ class FakeDenoiser:
         """Return one channel, an eighth of the size."""
         return 1, height // 8, width // 8
 
-    settled = True
-
     def takes(self, weights: Sequence[FakeWeights]) -> bool:
         """Return whether all files are in `taken`."""
         return self.taken.issuperset(one.name for one in weights)

@@ -52,10 +52,10 @@ def handle(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> Iterator[Any
     find = ServeReplicas("edges", handle)
     client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(3, width=32)
     session = ask.open(client)
-    assert isinstance(client.start([ask.call(session)]).wait()[0], Residuals)
+    assert isinstance(client.start([ask.call(session)])()[0], Residuals)
     pids = [replica.pid for replica in find.replicas()]
     cluster.delete("controlnets")
-    assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
+    assert isinstance(client.start([ask.call(session)])()[0], ControlNetUnavailable)
     wait_for(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")), PATIENCE_S)
 
 
@@ -70,7 +70,7 @@ def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlne
     ] * 2
     assert len({replica.secret for replica in replicas}) == 2
     client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(1, width=32, n=2, scale=0.8)
-    answer = client.start([ask.call(ask.open(client))]).wait()[0]
+    answer = client.start([ask.call(ask.open(client))])()[0]
     assert kit.same_bits(answer, kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0])
     assert sum(replica.channels for replica in find.replicas()) == 1
     client.shutdown()
@@ -102,7 +102,7 @@ def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_contro
     pause(ours.pid)  # so that it cannot answer before it dies
     pending = client.start([ask.call(session)])
     os.kill(ours.pid, signal.SIGKILL)
-    assert kit.same_bits(pending.wait()[0], expected)
-    assert kit.same_bits(client.start([ask.call(session)]).wait()[0], expected)
+    assert kit.same_bits(pending()[0], expected)
+    assert kit.same_bits(client.start([ask.call(session)])()[0], expected)
     assert ours.pid not in {replica.pid for replica in find.replicas()}
     client.shutdown()

@@ -15,7 +15,6 @@ import pytest
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import EngineError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.models import model as models_of
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.values import Finished, ImageRequest, Progress
@@ -192,7 +191,7 @@ def test_a_model_that_comes_later_makes_images_as_large_as_the_first(serving, mo
     """What models in memory hold is part of what they were given: it is not taken off once more."""
     engine, folder = serving
     drawn(engine, "first")
-    monkeypatch.setattr(models_of, "available_bytes", lambda _: 0)  # all the rest is in use
+    monkeypatch.setattr("plait_serving.diffusion.assemble.available_bytes", lambda _: 0)  # all the rest is in use
     shutil.copytree(models["b"], folder / "b")
     engine.pool.look()
     assert engine.pool.models["b"].limits == engine.pool.first.limits

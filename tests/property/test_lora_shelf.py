@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from plait_serving.diffusion.lora.cache_policy import MAX_OVERTAKEN, Admission, CachePolicy, Key
+from plait_serving.diffusion.lora.cache_policy import MAX_OVERTAKEN, CachePolicy, Key
 from plait_serving.diffusion.values import Tenant
 
 BUDGET = 10
@@ -44,20 +44,21 @@ class ShelfMachine(RuleBasedStateMachine):
         present = {self.tenants[ticket] for ticket in (*self.admitted, *self.waiting)} | {tenant}
         return BUDGET * TENANTS[tenant].weight / sum(TENANTS[name].weight for name in present)
 
-    def enter(self, ticket: int, wanted: dict[Key, int], admission: Admission) -> None:
-        self.leave(admission.evicted)
-        assert set(admission.to_load) == {key for key in wanted if key not in self.present}
-        for key in admission.to_load:
+    def enter(self, ticket: int, wanted: dict[Key, int], to_load: tuple[Key, ...]) -> None:
+        assert set(to_load) == {key for key in wanted if key not in self.present}
+        for key in to_load:
             self.present[key] = False
         self.admitted[ticket] = tuple(wanted)
 
-    def leave(self, evicted: tuple[Key, ...]) -> None:
-        for key in evicted:
-            assert self.present.pop(key), "evicted while it loads"
+    def see_evicted(self) -> None:
+        for key in [key for key, is_loaded in self.present.items() if is_loaded and not self.shelf.is_loaded(key)]:
+            del self.present[key]
             assert not any(key in keys for keys in self.admitted.values()), "evicted in use"
 
     def admit_waiting(self) -> None:
-        for ticket, admission in self.shelf.admit_waiting():
+        admitted = self.shelf.admit_waiting()
+        self.see_evicted()
+        for ticket, to_load in admitted:
             tenant = self.tenants[ticket]
             older = [other for other in self.waiting if self.tenants[other] == tenant]
             older = older[: older.index(ticket)]
@@ -68,7 +69,7 @@ class ShelfMachine(RuleBasedStateMachine):
             others_wait = {self.tenants[other] for other in self.waiting} - {tenant}
             alone = tenant not in {self.tenants[other] for other in self.admitted}
             most = max(self.share(tenant), self.held_bytes(tenant))  # a set of what it holds already takes nothing
-            self.enter(ticket, self.waiting.pop(ticket), admission)
+            self.enter(ticket, self.waiting.pop(ticket), to_load)
             assert not others_wait or alone or self.held_bytes(tenant) <= most, "more than its share while others wait"
 
     @rule(names=st.sets(st.sampled_from(NAMES), min_size=1, max_size=4), tenant=st.sampled_from(sorted(TENANTS)))
@@ -86,7 +87,7 @@ class ShelfMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.admitted)))
         del self.admitted[ticket]
-        self.leave(self.shelf.release(ticket))
+        self.shelf.release(ticket)
         self.admit_waiting()
 
     @precondition(lambda self: self.shelf.asked_back)
@@ -95,7 +96,7 @@ class ShelfMachine(RuleBasedStateMachine):
         ticket, again = data.draw(st.sampled_from(sorted(self.shelf.asked_back))), next(self.tickets)
         self.waiting = {again: {key: SIZES[key.name] for key in self.admitted.pop(ticket)}, **self.waiting}
         self.tenants[again], self.overtaken[again] = self.tenants[ticket], self.overtaken[ticket]
-        self.leave(self.shelf.give_back(ticket, again))
+        self.shelf.give_back(ticket, again)
         self.admit_waiting()
 
     @rule(seconds=st.floats(0.0, 5.0))
@@ -111,13 +112,13 @@ class ShelfMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(loading))
         if works:
             self.present[key] = True
-            self.leave(self.shelf.loaded(key, SIZES[key.name]))
+            self.shelf.loaded(key, SIZES[key.name])
         else:
             self.shelf.failed(key)
             del self.present[key]
             for ticket in [ticket for ticket, keys in self.admitted.items() if key in keys]:
                 del self.admitted[ticket]
-                self.leave(self.shelf.release(ticket))
+                self.shelf.release(ticket)
         self.admit_waiting()
 
     @precondition(lambda self: self.waiting)
@@ -173,17 +174,17 @@ TestShelf.settings = settings(max_examples=60, stateful_step_count=40)
 A, B, C = (Key(name, "0") for name in "abc")
 
 
-def admit(shelf: CachePolicy[int], ticket: int, wanted: dict[Key, int]) -> Admission | None:
-    """Enters a set of one tenant; returns its admission, if there is room."""
+def admit(shelf: CachePolicy[int], ticket: int, wanted: dict[Key, int]) -> tuple[Key, ...] | None:
+    """Enters a set of one tenant; returns what is to be loaded for it, if there is room."""
     shelf.enter(ticket, wanted, Tenant())
     return dict(shelf.admit_waiting()).get(ticket)
 
 
 def ready(shelf: CachePolicy[int], ticket: int, *keys: Key) -> None:
     """Admits a set of size 1 each and ends its loads."""
-    admission = admit(shelf, ticket, dict.fromkeys(keys, 1))
-    assert admission is not None
-    for key in admission.to_load:
+    to_load = admit(shelf, ticket, dict.fromkeys(keys, 1))
+    assert to_load is not None
+    for key in to_load:
         shelf.loaded(key, 1)
 
 
@@ -213,5 +214,5 @@ def test_outdated_entries_leave_first():
     newer = Key("a", "1")
     shelf.release(1)
     shelf.release(0)
-    assert admit(shelf, 2, {newer: 1}) == Admission(to_load=(newer,), evicted=(A,))
-    assert shelf.is_loaded(B)
+    assert admit(shelf, 2, {newer: 1}) == (newer,)
+    assert (shelf.is_loaded(A), shelf.is_loaded(B)) == (False, True)

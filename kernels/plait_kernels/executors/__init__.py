@@ -99,10 +99,6 @@ class PreparedProgram(Protocol):
     def layers(self) -> tuple[AdaptedLayer, ...]:
         """The layers that take factors; empty if the computation takes none."""
 
-    @property
-    def settled(self) -> bool:
-        """Whether the last `run` was as fast as such a run will be: nothing is being compiled for its shapes."""
-
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
     ) -> tuple[torch.Tensor, ...]:

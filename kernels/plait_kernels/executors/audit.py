@@ -276,11 +276,6 @@ class AuditedProgram:
         self._last: tuple[RowFactors | None, Hashable] = None, (0, ())
         """The factors that came last, and their key: a batch keeps them for many steps."""
 
-    @property
-    def settled(self) -> bool:
-        """Whether the last `run` was as fast as such a run will be."""
-        return self._program.settled
-
     def reference(self) -> PreparedProgram:
         """Return what defines the program."""
         with self._making:

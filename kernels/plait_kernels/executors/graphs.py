@@ -284,13 +284,7 @@ class GraphProgram:
         self._pads, self._patience, self._kept = pads, patience, kept
         self._shapes: OrderedDict[tuple[_Spec, ...], _Shape] = OrderedDict()
         self._device = torch.device("cpu")
-        self._settled = True
         buffers.programs.add(self)
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last run's shapes have a graph, or will have none for now."""
-        return self._settled
 
     @property
     def graphs(self) -> int:
@@ -310,7 +304,6 @@ class GraphProgram:
         self._device = inputs[0].device
         if shape.graph is None and shape.runs > self._patience:
             self._record(shape)
-        self._settled = shape.graph is not None or shape.is_refused
         if shape.graph is None:
             return tuple(self._module(*inputs))
         self._buffers.used = next(self._buffers.memory.turns)

@@ -94,10 +94,6 @@ class OpenVinoExecutor:
         versions = [f"{name} {version(name)}" for name in ("openvino", "torch", "diffusers")]
         return content_key(files, [*versions, f"format {FORMAT}"])
 
-    def has(self, key: str) -> bool:
-        """Return whether there is a program that was converted before; whether it can be used, `open` says."""
-        return self._store.find(key) is not None
-
     def open(self, key: str) -> OpenVinoProgram | None:
         """Return a program that was converted before, or None. An entry that is damaged or computes something else is
         dropped, and named in the log."""

@@ -111,11 +111,6 @@ class OpenVinoProgram:
         self._largest = self._smaller_calls = self._new_sizes = 0
         self._is_copying = False
 
-    @property
-    def settled(self) -> bool:
-        """Whether no copy is being compiled."""
-        return not self._is_copying
-
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
     ) -> tuple[torch.Tensor, ...]:

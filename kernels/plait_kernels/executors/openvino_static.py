@@ -48,8 +48,6 @@ class StaticProgram:
     cut off, so rows must not see each other and an output's first axis must be an item-side input's."""
 
     layers: tuple[AdaptedLayer, ...] = ()
-    settled = True
-    """There is nothing more to compile."""
 
     def __init__(self, request: Any, computation: Computation) -> None:
         """Raises `ExecutorError` if an output's shape is not known."""

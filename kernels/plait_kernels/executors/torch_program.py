@@ -13,9 +13,6 @@ from plait_kernels.executors.adapters import Twin, check_factors, flat_factors
 class TorchProgram:
     """A `PreparedProgram` that calls the twin. Changes to the module's parameters take effect at once."""
 
-    settled = True
-    """Nothing is compiled."""
-
     def __init__(self, computation: Computation) -> None:
         with MODULES:
             self._twin = Twin(computation)

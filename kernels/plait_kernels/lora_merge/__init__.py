@@ -26,21 +26,14 @@ class Term:
     c: float
 
 
-class NonFiniteMerge(ArithmeticError):
-    """The merged weight would contain NaN or infinity; nothing was written."""
-
-
 class MergeOp(Protocol):
     """`W <- cast(W0 + sum_i c_i * B_i @ A_i)`, summed in fp32, cast once, written in place."""
 
-    def __call__(
-        self, weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False
-    ) -> None:
+    def __call__(self, weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term]) -> None:
         """Mutate `weight` (same storage, strides kept), never `pristine`; both have the same shape, dtype and device.
 
-        Without terms, `weight` becomes `pristine` bit for bit. Raises `NonFiniteMerge` before anything is written,
-        and ValueError for terms that do not fit the weight. `proven_finite`: the caller knows that the result is
-        finite (from a bound on the factors), so the result is not checked; a GPU then never waits for the host.
+        Without terms, `weight` becomes `pristine` bit for bit. Raises ValueError for terms that do not fit the weight.
+        Whether the result is finite is the caller's to know: a GPU never waits for the host.
         """
 
 

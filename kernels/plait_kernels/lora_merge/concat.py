@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from plait_kernels.lora_merge import NonFiniteMerge, Term, check_terms, is_finite
+from plait_kernels.lora_merge import Term, check_terms
 
 
-def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False) -> None:
+def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term]) -> None:
     """Compute `W <- cast(W0 + sum_i c_i * B_i @ A_i)`; see `MergeOp`."""
     if not terms:
         weight.copy_(pristine)
@@ -23,10 +23,7 @@ def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], 
     ups = [term.up.to(device, torch.float32) * term.c for term in terms]
     downs = [term.down.to(device, torch.float32) for term in terms]
     up, down = (ups[0], downs[0]) if len(terms) == 1 else (torch.cat(ups, dim=1), torch.cat(downs))
-    if proven_finite and weight.dtype is torch.float32 and weight.is_contiguous() and pristine.is_contiguous():
+    if weight.dtype is torch.float32 and weight.is_contiguous() and pristine.is_contiguous():
         torch.addmm(pristine.flatten(1), up, down, out=weight.flatten(1))  # flatten of contiguous memory is a view
-        return
-    total = torch.addmm(pristine.flatten(1).float(), up, down).to(pristine.dtype)
-    if not (proven_finite or is_finite(total)):
-        raise NonFiniteMerge("the merged weight is not finite")
-    weight.copy_(total.view(weight.shape))
+    else:
+        weight.copy_(torch.addmm(pristine.flatten(1).float(), up, down).view(weight.shape))

@@ -6,25 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from plait_kernels.lora_merge import NonFiniteMerge, Term, check_terms
+from plait_kernels.lora_merge import Term, check_terms
 
 
-def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False) -> None:
-    """Compute `W <- cast(W0 + sum_i c_i * B_i @ A_i)`; see `MergeOp`. Always checks the result."""
-    del proven_finite
-    weight.copy_(merged(pristine, terms) if terms else pristine)
-
-
-def merged(pristine: torch.Tensor, terms: Sequence[Term]) -> torch.Tensor:
-    """Return the merged weight as a new tensor like `pristine`. fp64 weights are summed in fp64 (the ground truth in
-    tests)."""
+def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term]) -> None:
+    """Compute `W <- cast(W0 + sum_i c_i * B_i @ A_i)`; see `MergeOp`. fp64 weights are summed in fp64 (the ground truth
+    in tests)."""
     check_terms(pristine, terms)
     wide = torch.promote_types(pristine.dtype, torch.float32)
     total = pristine.to(wide, copy=True)
     for term in terms:
         up, down = term.up.to(pristine.device, wide), term.down.to(pristine.device, wide)
         total += term.c * (up @ down).reshape(pristine.shape)
-    result = total.to(pristine.dtype)
-    if not torch.isfinite(result).all():
-        raise NonFiniteMerge("the merged weight is not finite")
-    return result
+    weight.copy_(total)

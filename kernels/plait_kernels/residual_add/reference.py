@@ -9,11 +9,11 @@ import torch
 from plait_kernels.residual_add import check_residuals
 
 
-def residual_add_(skip: torch.Tensor, residuals: Sequence[torch.Tensor], scales: torch.Tensor) -> None:
-    """Compute `skip += sum_i scale_i * r_i`; see `ResidualAddOp`. A fp64 skip is summed in fp64."""
-    check_residuals(skip, residuals, scales)
+def residual_add_(skip: torch.Tensor, residuals: Sequence[torch.Tensor]) -> None:
+    """Compute `skip += sum_i r_i`; see `ResidualAddOp`. A fp64 skip is summed in fp64."""
+    check_residuals(skip, residuals)
     wide = torch.promote_types(skip.dtype, torch.float32)
     total = skip.to(wide)
-    for residual, scale in zip(residuals, scales.to(wide), strict=True):
-        total = total + scale.reshape(-1, *[1] * (skip.ndim - 1)) * residual.to(wide)
+    for residual in residuals:
+        total = total + residual.to(wide)
     skip.copy_(total)

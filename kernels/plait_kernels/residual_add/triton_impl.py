@@ -14,12 +14,12 @@ _BLOCK = 2048
 _MAX = 4
 
 
-def residual_add_(skip: torch.Tensor, residuals: Sequence[torch.Tensor], scales: torch.Tensor) -> None:
-    """Compute `skip += sum_i scale_i * r_i`; see `ResidualAddOp`. On a GPU, or a CPU under Triton's interpreter.
+def residual_add_(skip: torch.Tensor, residuals: Sequence[torch.Tensor]) -> None:
+    """Compute `skip += sum_i r_i`; see `ResidualAddOp`. On a GPU, or a CPU under Triton's interpreter.
 
     Raises ValueError for more than four residuals.
     """
-    check_residuals(skip, residuals, scales)
+    check_residuals(skip, residuals)
     if len(residuals) > _MAX:
         raise ValueError(f"this form takes up to {_MAX} residuals, not {len(residuals)}")
     if not residuals or not skip.numel():
@@ -30,9 +30,7 @@ def residual_add_(skip: torch.Tensor, residuals: Sequence[torch.Tensor], scales:
     ]
     padded = [*alike, *alike[:1] * (_MAX - len(alike))]
     rows, size = skip.shape[0], skip.numel() // skip.shape[0]
-    _add[triton.cdiv(size, _BLOCK), rows](
-        dense, *padded, scales.contiguous(), rows, size, dense.stride(0), COUNT=len(alike), BLOCK=_BLOCK
-    )
+    _add[triton.cdiv(size, _BLOCK), rows](dense, *padded, size, dense.stride(0), COUNT=len(alike), BLOCK=_BLOCK)
     if dense is not skip:
         skip.copy_(dense)
 
@@ -40,7 +38,7 @@ def residual_add_(skip: torch.Tensor, residuals: Sequence[torch.Tensor], scales:
 def trial(device: str, dtype: torch.dtype) -> None:
     """Compile and run it once on small tensors. Raises what Triton, its compiler or the device raise."""
     skip = torch.zeros(2, 32, device=device, dtype=dtype)
-    residual_add_(skip, [skip.clone()], torch.ones(1, 2, device=device))
+    residual_add_(skip, [skip.clone()])
     skip.cpu()  # the copy waits for the kernel
 
 
@@ -57,17 +55,17 @@ def _laid_out_like(residual: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _add(skip, r0, r1, r2, r3, scales, rows, size, stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _add(skip, r0, r1, r2, r3, size, stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     at = row.to(tl.int64) * stride + i
     total = tl.load(skip + at, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(scales + row) * tl.load(r0 + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(r0 + at, mask=inside, other=0.0).to(tl.float32)
     if COUNT > 1:
-        total += tl.load(scales + rows + row) * tl.load(r1 + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(r1 + at, mask=inside, other=0.0).to(tl.float32)
     if COUNT > 2:
-        total += tl.load(scales + 2 * rows + row) * tl.load(r2 + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(r2 + at, mask=inside, other=0.0).to(tl.float32)
     if COUNT > 3:
-        total += tl.load(scales + 3 * rows + row) * tl.load(r3 + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(r3 + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(skip + at, total.to(skip.dtype.element_ty), mask=inside)

@@ -79,7 +79,7 @@ def _step(client: ControlNetClient, call: ControlCall, first_half: Callable[[], 
     """Ask, compute the first half, and take the answer. Raises the call's error."""
     pending = client.start([call])
     first_half()
-    (answer,) = pending.wait()
+    (answer,) = pending()
     if isinstance(answer, EngineError):
         raise answer
 

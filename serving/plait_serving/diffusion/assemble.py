@@ -154,7 +154,7 @@ class _Maker:
     """Makes the models of one engine, and keeps what they share: LoRA files, and ControlNets that run in this process.
 
     `loras`: a cache for all models whose modules have equal names and shapes: what it parsed fits them all. `is_alone`:
-    it makes one only. `free_bytes`: what is left beside all that models may take; None: what can be allocated."""
+    it makes one only. `free_bytes`: what is left beside all that models may take; None: that has no bound."""
 
     host: Host
     loras: WeakValueDictionary[Hashable, LoraCache]
@@ -165,7 +165,7 @@ class _Maker:
     _local: WeakValueDictionary[Path, LocalControlNetClient] = field(default_factory=WeakValueDictionary)
 
     def make(self, name: str, settings: EngineSettings) -> Model:
-        """Read a model's folder, its weights only if it is alone. Raises `ModelError`."""
+        """Read a model's folder, without its weights. Raises `ModelError`."""
         cache = settings.prepared_folder.parent
         folder = resolve_source(settings.model, settings.revision, config=settings.config, cache=cache)
         try:
@@ -176,21 +176,25 @@ class _Maker:
     def _made(self, name: str, folder: Path, settings: EngineSettings) -> Model:
         family = open_family(folder, settings, self.host)
         unfit: dict[str, str] = {}
-        if self.is_alone:
-            family.read()  # what is left then is what images may take
-        else:  # alone, it is an error that one is unfit, and said when it is first used
+        if not self.is_alone:  # alone, it is an error that one is unfit, and said when it is first used
             found = {net: family.why_unfit(folder) for net, folder in settings.controlnets.items()}
             unfit = {net: why for net, why in found.items() if why is not None}
         fit = {net: folder for net, folder in settings.controlnets.items() if net not in unfit}
         return Model(
             name=name,
             family=family,
-            limits=image_limits(family, settings.limits, self.free_bytes),
+            limits=image_limits(family, settings.limits, self._left_bytes(family)),
             loras=self._loras_of(family.lora_targets, settings),
             costs=StepCosts() if self.costs is None else self.costs,
             controlnets={net: self._controlnet(net, folder, family) for net, folder in fit.items()},
             unfit=unfit,
         )
+
+    def _left_bytes(self, family: Family) -> int:
+        """Return what images may take: what is left beside the model, or beside all that may be in memory."""
+        if self.free_bytes is not None:
+            return self.free_bytes
+        return available_bytes(family.device) - family.weights_bytes - family.shared_bytes()
 
     def _loras_of(self, targets: LoraTargets, settings: EngineSettings) -> LoraCache:
         key = tuple(targets.parameters.items())

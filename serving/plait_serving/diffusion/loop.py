@@ -254,7 +254,7 @@ class DenoiseLoop:
             rows = sum(unit.rows for unit in prepared)
             request, expected_s = prepared[0].job.request, model.costs.measured_s(key, rows)
             what = f"a step of {rows} rows at {request.width}x{request.height}"
-            self.heartbeat.begin(what, expected_s if stepper.denoiser.settled else None)
+            self.heartbeat.begin(what, expected_s)
             started_s = self._clock()
             outcomes = stepper.step(prepared, _wants_preview)
             seconds = self._clock() - started_s
@@ -262,14 +262,13 @@ class DenoiseLoop:
             for job in {unit.job for unit in batch}:
                 self._fail(job, error)
             return
-        if stepper.denoiser.settled:
-            model.costs.record(key, rows, seconds)
+        model.costs.record(key, rows, seconds)
         stepper.stepped(prepared, (key.row, rows), seconds)
         images = sum(unit.images for unit in prepared)
         self._registry.count(steps=1, rows=images, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
-            if stepper.denoiser.settled and unit.job.request.tenant.counts:
+            if unit.job.request.tenant.counts:
                 model.forecast.charged_step(unit.job.size, seconds / rows)
         took_part = {unit.job for unit in prepared}
         for job in self._jobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import cast
 import psutil
 import torch
 
+from plait_kernels.cores import has_bfloat16, instruction_set
 from plait_kernels.devices import allocated_bytes, default_device, free_bytes, is_gpu
 from plait_kernels.executors.graphs import give_back, pool_bytes
 from plait_kernels.heap import return_memory
@@ -63,6 +65,17 @@ def resolve_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype != "auto":
         return cast("torch.dtype", getattr(torch, dtype))
     return torch.float16 if is_gpu(device) else torch.float32
+
+
+@functools.cache
+def warn_of_emulation() -> None:
+    """Log, once a process, that the CPU has no instructions for bfloat16, if it has none."""
+    if not has_bfloat16():
+        _log.warning(
+            "images.dtype is bfloat16, for which this CPU (%s) has no instructions: steps take many times as long as "
+            "in float32; leave the dtype out",
+            instruction_set(),
+        )
 
 
 def check_memory(name: str, need: MemoryNeed, device: torch.device) -> None:

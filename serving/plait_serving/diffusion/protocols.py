@@ -99,12 +99,9 @@ class ControlCall:
     exact: bool = True
 
 
-class PendingResiduals(Protocol):
-    """Answers in flight; they were requested before the model started."""
-
-    def wait(self) -> list[Residuals | EngineError]:
-        """Block until every call of the batch has its answer; return them in call order, an error for a call that
-        failed."""
+Answers: TypeAlias = Callable[[], list[Residuals | EngineError]]
+"""Answers in flight, which were requested before the model started. Call it once: it blocks until every call of the
+batch has its answer, and returns them in call order, an error for a call that failed."""
 
 
 class ControlNetClient(Protocol):
@@ -116,15 +113,15 @@ class ControlNetClient(Protocol):
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
         """Hand over what stays constant; the control image is embedded once, here. Raises `ControlNetUnavailable`."""
 
-    def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
+    def start(self, calls: Sequence[ControlCall]) -> Answers:
         """Request one step's residuals of several requests as one batch; return before they are computed."""
 
     def close(self, session: ControlSession) -> None:
-        """Drop a session; unknown or lost sessions are ignored."""
+        """Drop a session, which is not asked in again; again does nothing."""
 
-    def stepped(self, kind: Hashable, seconds: float | None) -> None:
-        """Take what a step took of a request that has a session, for who chooses between places; None: it does not tell
-        what such steps take. `kind`: equal for steps that cost the same wherever a ControlNet runs."""
+    def stepped(self, kind: Hashable, seconds: float) -> None:
+        """Take what a step took of a request that has a session, for who chooses between places. `kind`: equal for
+        steps that cost the same wherever a ControlNet runs."""
         del kind, seconds  # one place has no choice
 
     def shutdown(self) -> None:
@@ -169,14 +166,6 @@ class Denoiser(Protocol):
 
     `finish` may be called from the decode thread while `predict` runs: it touches other modules only.
     """
-
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return `(c, h, w)` of one image's latents."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last `predict` was as fast as such calls will be: an executor may still compile for its
-        shape."""
 
     def takes(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether these files can be inputs of a step; otherwise they must be merged into the live weights.

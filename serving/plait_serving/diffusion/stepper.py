@@ -112,7 +112,7 @@ class Stepper:
         """Tell the ControlNets what a step of these units took."""
         asked = {control.client.name: control.client for unit in units for control in unit.controls}
         for client in asked.values():
-            client.stepped((kind, tuple(asked)), seconds if self.denoiser.settled else None)
+            client.stepped((kind, tuple(asked)), seconds)
 
     def decode(self, latents: torch.Tensor, edit: Edit | None = None) -> tuple[tuple[RgbImage, ...], tuple[bool, ...]]:
         """Decode `(n, c, h, w)` to n images, with the edit's own pixels where it keeps them, and their safety flags.

@@ -116,7 +116,7 @@ class BlocksFamily(Family):
 class BlocksDenoiser:
     """Steps it."""
 
-    settled, inpaints, safety = True, False, None
+    inpaints, safety = False, None
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._mixer, self.text = modules[MIXER], modules[TEXT]

@@ -17,7 +17,6 @@ SLOW = ImplInfo(
     op="op",
     name="slow",
     entry="m:f",
-    rank=0,
     devices=frozenset({"cpu", "cuda"}),
     dtypes=frozenset({torch.float32, torch.float16}),
 )
@@ -25,34 +24,31 @@ FAST = ImplInfo(
     op="op",
     name="fast",
     entry="m:g",
-    rank=5,
     devices=frozenset({"cuda"}),
     dtypes=frozenset({torch.float16}),
-    needs=("nothere",),
 )
 
 
-def choose(device: str, dtype: torch.dtype, explicit: str | None = None, installed: bool = True):
+def choose(device: str, dtype: torch.dtype, explicit: str | None = None):
     """`select_impl` over the two records above."""
-    return select_impl("op", device, dtype, explicit, impls=(SLOW, FAST), importable=lambda _: installed)
+    return select_impl("op", device, dtype, explicit, impls=(FAST, SLOW))
 
 
 def test_best_that_fits_is_chosen():
-    """The highest rank wins where device, dtype and modules fit."""
+    """The first wins where device and dtype fit."""
     assert choose("cuda", torch.float16) == registry.Selection(impl=FAST)
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "installed", "reason"),
+    ("device", "dtype", "reason"),
     [
-        ("cpu", torch.float16, True, "fast: does not run on cpu"),
-        ("cuda", torch.float32, True, "fast: does not write torch.float32"),
-        ("cuda", torch.float16, False, "fast: needs nothere"),
+        ("cpu", torch.float16, "fast: does not run on cpu"),
+        ("cuda", torch.float32, "fast: does not write torch.float32"),
     ],
 )
-def test_automatic_choice_falls_back_and_says_why(device, dtype, installed, reason):
+def test_automatic_choice_falls_back_and_says_why(device, dtype, reason):
     """What does not fit is passed over with its reason."""
-    assert choose(device, dtype, installed=installed) == registry.Selection(impl=SLOW, passed_over=(reason,))
+    assert choose(device, dtype) == registry.Selection(impl=SLOW, passed_over=(reason,))
 
 
 @pytest.mark.parametrize("explicit", ["fast", "unheard-of"])
@@ -70,7 +66,7 @@ def test_nothing_fits_raises():
         select_impl("no-such-op", "cpu", torch.float32)
 
 
-LIMITED = dataclasses.replace(FAST, needs=(), bounds=(SizeBound(size="width", low=2, high=8),))
+LIMITED = dataclasses.replace(FAST, bounds=(SizeBound(size="width", low=2, high=8),))
 
 
 @pytest.mark.parametrize(
@@ -83,17 +79,17 @@ LIMITED = dataclasses.replace(FAST, needs=(), bounds=(SizeBound(size="width", lo
 )
 def test_sizes_decide(sizes, reason):
     """A problem outside an implementation's sizes goes to the next best, with the reason; by name it is refused."""
-    selection = select_impl("op", "cuda", torch.float16, sizes=sizes, impls=(SLOW, LIMITED))
+    selection = select_impl("op", "cuda", torch.float16, sizes=sizes, impls=(LIMITED, SLOW))
     assert selection == registry.Selection(impl=SLOW, passed_over=(reason,))
     with pytest.raises(KernelError, match=reason):
-        select_impl("op", "cuda", torch.float16, "fast", sizes=sizes, impls=(SLOW, LIMITED))
-    assert select_impl("op", "cuda", torch.float16, sizes={"width": 8}, impls=(SLOW, LIMITED)).impl is LIMITED
+        select_impl("op", "cuda", torch.float16, "fast", sizes=sizes, impls=(LIMITED, SLOW))
+    assert select_impl("op", "cuda", torch.float16, sizes={"width": 8}, impls=(LIMITED, SLOW)).impl is LIMITED
 
 
 def test_load_logs_once_what_was_passed_over(monkeypatch, caplog):
     """The fallback is in the log, once per operator, device and dtype."""
-    picky = dataclasses.replace(IMPLS[0], name="picky", rank=99, devices=frozenset({"cuda"}))
-    monkeypatch.setitem(registry.select_impl.__kwdefaults__, "impls", (*IMPLS, picky))
+    picky = dataclasses.replace(IMPLS[0], name="picky", devices=frozenset({"cuda"}))
+    monkeypatch.setitem(registry.select_impl.__kwdefaults__, "impls", (picky, *IMPLS))
     registry.load.cache_clear()
     with caplog.at_level(logging.INFO, logger="plait_kernels.registry"):
         first = registry.load("lora_merge", "cpu", torch.float32)
@@ -114,13 +110,13 @@ def test_what_does_not_compile_here_is_passed_over_and_tried_once(monkeypatch):
     broken = types.ModuleType("broken_kernel")
     broken.trial = trial
     monkeypatch.setitem(sys.modules, "broken_kernel", broken)
-    compiled = dataclasses.replace(FAST, entry="broken_kernel:g", needs=(), compiled=True)
+    compiled = dataclasses.replace(FAST, entry="broken_kernel:g", compiled=True)
     for _ in range(2):
-        selection = select_impl("op", "cuda", torch.float16, impls=(SLOW, compiled))
+        selection = select_impl("op", "cuda", torch.float16, impls=(compiled, SLOW))
         reason = "fast: does not run here (RuntimeError: Failed to find C compiler)"
         assert selection == registry.Selection(impl=SLOW, passed_over=(reason,))
     with pytest.raises(KernelError, match="Failed to find C compiler"):
-        select_impl("op", "cuda", torch.float16, "fast", impls=(SLOW, compiled))
+        select_impl("op", "cuda", torch.float16, "fast", impls=(compiled, SLOW))
     assert tries == [("cuda", torch.float16)]
 
 
@@ -128,5 +124,5 @@ def test_what_is_compiled_can_be_tried():
     """Each trial runs its operator: here line by line, on a GPU by its compiler."""
     pytest.importorskip("triton", reason="needs triton: make setup-kernels")
     compiled = [impl for impl in IMPLS if impl.compiled]
-    assert {impl.op for impl in compiled} == {impl.op for impl in IMPLS if "triton" in impl.needs}
+    assert {impl.op for impl in compiled} == {impl.op for impl in IMPLS if impl.name == "triton"}
     assert [registry.trial_failure(impl, "cpu", torch.float16) for impl in compiled] == [None] * len(compiled)

@@ -14,15 +14,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from plait_serving.diffusion.controlnet.placement import PlacementTrial, StepTimes
-from plait_serving.diffusion.controlnet.rows import LaterResiduals
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import (
+    Answers,
     Conditioning,
     ControlCall,
     ControlNetClient,
     ControlSession,
-    PendingResiduals,
     Residuals,
 )
 from plait_serving.diffusion.values import RgbImage
@@ -121,32 +120,29 @@ class MovableControlNetClient(ControlNetClient):
         self._trial.opened(place)
         return _MovableSession(client, inner)
 
-    def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
+    def start(self, calls: Sequence[ControlCall]) -> Answers:
         """Start each call at the place of its session."""
         groups: dict[ControlNetClient, dict[int, ControlCall]] = defaultdict(dict)
         for i, call in enumerate(calls):
-            if isinstance(call.session, _MovableSession):
-                groups[call.session.client][i] = replace(call, session=call.session.inner)
+            groups[call.session.client][i] = replace(call, session=call.session.inner)
         self._asked.update(place for place, client in self._clients.items() if client in groups)
         parts = [(list(group), client.start(list(group.values()))) for client, group in groups.items()]
-        foreign = ControlNetUnavailable("the session belongs to another ControlNet")
 
         def answers() -> list[Residuals | EngineError]:
-            found = {i: answer for part, asked in parts for i, answer in zip(part, asked.wait(), strict=True)}
-            return [found.get(i, foreign) for i in range(len(calls))]
+            found = {i: answer for part, wait in parts for i, answer in zip(part, wait(), strict=True)}
+            return [found[i] for i in range(len(calls))]
 
-        return LaterResiduals(answers)
+        return answers
 
-    def stepped(self, kind: Hashable, seconds: float | None) -> None:
+    def stepped(self, kind: Hashable, seconds: float) -> None:
         """Take what a step has cost, if one place alone was asked in it."""
         asked, self._asked = self._asked, set()
-        if seconds is not None and len(asked) == 1:
+        if len(asked) == 1:
             self._trial.record(asked.pop(), kind, seconds)
 
     def close(self, session: ControlSession) -> None:
         """Close the session at its place."""
-        if isinstance(session, _MovableSession):
-            session.client.close(session.inner)
+        session.client.close(session.inner)
 
     def shutdown(self) -> None:
         """Shut down the clients that were made."""

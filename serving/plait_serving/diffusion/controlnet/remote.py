@@ -29,11 +29,11 @@ from plait_serving.diffusion.controlnet import wire
 from plait_serving.diffusion.controlnet.rows import check_image
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.protocols import (
+    Answers,
     Conditioning,
     ControlCall,
     ControlNetClient,
     ControlSession,
-    PendingResiduals,
     Residuals,
 )
 from plait_serving.diffusion.values import RgbImage
@@ -105,7 +105,6 @@ class RemoteControlNetClient(ControlNetClient):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self._open: set[RemoteSession] = set()
         self._worth_moving = worth_moving
         self._answer_timeout_s = answer_timeout_s
         self._clock = clock
@@ -142,26 +141,22 @@ class RemoteControlNetClient(ControlNetClient):
             connection = self._connected(losses)
             try:
                 self._open_on(connection, session)
-                self._open.add(session)
                 return session
             except ConnectionLost as error:
                 self._drop(connection, error, losses)
 
-    def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
+    def start(self, calls: Sequence[ControlCall]) -> Answers:
         """Send the calls to a replica, opening their sessions there first if necessary."""
-        closed = ControlNetUnavailable("the session was closed, or belongs to another ControlNet")
-        pending = _Pending(self, calls, {i: closed for i, call in enumerate(calls) if call.session not in self._open})
+        pending = _Pending(self, calls)
         pending.ask()
-        return pending
+        return pending.wait
 
     def close(self, session: ControlSession) -> None:
         """Close the session, also at the replica that has it."""
-        if session not in self._open:
-            return
-        self._open.discard(session)
         if session.opened_on is not None:
             with suppress(ConnectionLost):
                 session.opened_on.send(bare({"op": "close", "session": session.constants.session}))
+            session.opened_on = None
 
     def shutdown(self) -> None:
         """Close the connection."""
@@ -169,7 +164,7 @@ class RemoteControlNetClient(ControlNetClient):
             self._current.close()
             self._current = None
 
-    def ask(self, calls: Sequence[ControlCall], indices: Sequence[int], losses: _Losses) -> list[_Step]:
+    def ask(self, calls: Sequence[ControlCall], indices: list[int], losses: _Losses) -> list[_Step]:
         """Send some of the calls to a replica, first opening their sessions where it does not have them.
 
         Raises `ControlNetUnavailable`, or `ConnectionLost` after recording it in `losses`.
@@ -177,7 +172,8 @@ class RemoteControlNetClient(ControlNetClient):
         connection = self._connected(losses)
         steps: list[_Step] = []
         try:
-            for part in _messages(calls, indices):
+            for at in range(0, len(indices), wire.MAX_CALLS):
+                part = indices[at : at + wire.MAX_CALLS]
                 for i in part:
                     self._open_on(connection, calls[i].session)
                 steps.append(self._call(connection, part, [calls[i] for i in part]))
@@ -296,15 +292,13 @@ class RemoteControlNetClient(ControlNetClient):
             raise WireError(f"it serves ControlNet {name!r}, not {self.name!r}")
 
 
-class _Pending(PendingResiduals):
-    """One batch of calls, across as many replicas as necessary. `answers`: those that are known, by call."""
+class _Pending:
+    """One batch of calls, across as many replicas as necessary. `_answers`: those that are known, by call."""
 
-    def __init__(
-        self, client: RemoteControlNetClient, calls: Sequence[ControlCall], answers: dict[int, wire.Answer]
-    ) -> None:
+    def __init__(self, client: RemoteControlNetClient, calls: Sequence[ControlCall]) -> None:
         self._client = client
         self._calls = calls
-        self._answers = answers
+        self._answers: dict[int, wire.Answer] = {}
         self._reopened: set[int] = set()
         self._losses = _Losses()
         self._steps: list[_Step] = []
@@ -319,6 +313,7 @@ class _Pending(PendingResiduals):
             self._answers |= dict.fromkeys(self._open_indices(), error)
 
     def wait(self) -> list[Residuals | EngineError]:
+        """Return the answers."""
         while self._open_indices():
             if not self._steps:
                 self.ask()
@@ -363,15 +358,6 @@ def _deliver(connection: _Connection, message: Message) -> None:
 def _cancel(lost: Sequence[_Step]) -> None:
     for step in lost:
         step.answers.cancel()
-
-
-def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list[int]]:
-    """Return indices grouped by the shape of a row (nearly always one list), in messages of bounded length."""
-    groups: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-    for i in indices:
-        sample = calls[i].sample
-        groups.setdefault((sample.shape[1:], sample.dtype), []).append(i)
-    return [group[at : at + wire.MAX_CALLS] for group in groups.values() for at in range(0, len(group), wire.MAX_CALLS)]
 
 
 def _like(residuals: Residuals, sample: torch.Tensor) -> Residuals:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from plait_serving.diffusion.errors import EngineError, RequestError
-from plait_serving.diffusion.protocols import Conditioning, ControlCall, PendingResiduals, Residuals
+from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 
@@ -40,23 +39,6 @@ class ControlNetRunner(Protocol):
 
     def try_residuals(self, calls: Sequence[ControlCall]) -> list[Residuals | EngineError]:
         """Compute residuals for calls of any key without raising: a failure affects its own call only."""
-
-
-class LaterResiduals(PendingResiduals):
-    """Answers that `compute` makes when they are first awaited."""
-
-    def __init__(self, compute: Callable[[], list[Residuals | EngineError]]) -> None:
-        self._compute = functools.cache(compute)
-
-    def wait(self) -> list[Residuals | EngineError]:
-        """Return the answers."""
-        return self._compute()
-
-
-def answers_to(runner: ControlNetRunner, calls: Sequence[ControlCall | EngineError]) -> list[Residuals | EngineError]:
-    """Return the answers to calls, of which some have failed already."""
-    computed = iter(runner.try_residuals([call for call in calls if isinstance(call, ControlCall)]))
-    return [next(computed) if isinstance(call, ControlCall) else call for call in calls]
 
 
 def batch_key(call: ControlCall) -> Hashable:

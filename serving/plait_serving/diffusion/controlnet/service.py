@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from queue import Empty, SimpleQueue
 
 from plait_disagg.request_log import work_for
@@ -26,7 +25,7 @@ from plait_kernels.device_errors import is_device_lost
 from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads
-from plait_serving.diffusion.controlnet.rows import ControlNetRunner, answers_to, batch_key
+from plait_serving.diffusion.controlnet.rows import ControlNetRunner, batch_key
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,
@@ -283,13 +282,13 @@ class ControlNetService:
         kind = batch[0].keys, sum(job.rows for job in batch)
         self._heartbeat.begin(f"a batch of {kind[1]} rows", self._batch_s.get(kind))
         started_s = self._clock()
-        answers = iter(answers_to(self._runner, [call for job in batch for call in job.calls]))
+        computed = iter(self._runner.try_residuals([call for job in batch for call in job.computed]))
         seconds = self._clock() - started_s
         self._measured(kind, seconds)
         self._counts.steps += len(batch)
         self._counts.busy_s += seconds
         for job in batch:
-            self._reply(job, list(islice(answers, len(job.calls))))
+            self._reply(job, [next(computed) if isinstance(call, ControlCall) else call for call in job.calls])
 
     def _measured(self, kind: tuple[frozenset[Hashable], int], seconds: float) -> None:
         """Keep what a batch took, of the kinds that ran last."""

@@ -13,7 +13,7 @@ from torch import nn
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.memory import resolve_device, resolve_dtype
+from plait_serving.diffusion.memory import resolve_device, resolve_dtype, warn_of_emulation
 from plait_serving.diffusion.protocols import Denoiser
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
@@ -52,8 +52,6 @@ class Family(ABC):
         device = resolve_device(settings.device)
         self.device, self.dtype = torch.device(device), resolve_dtype(settings.dtype, device)
         if device == "cpu" and self.dtype is torch.bfloat16:
-            from plait_serving.diffusion.emulation import warn_of_emulation
-
             warn_of_emulation()
         self.prepared: set[str] = set()
         self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=host.is_idle)
@@ -76,9 +74,6 @@ class Family(ABC):
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError` for values that the model cannot take, or
         that mean nothing together."""
-
-    def read(self) -> None:  # noqa: B027  # one whose files are read as they are used has nothing to do
-        """Bring the weights into memory for the next `load`, if that can be said apart. Raises `ModelError`."""
 
     @abstractmethod
     def load(self) -> Denoiser:

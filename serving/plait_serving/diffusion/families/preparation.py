@@ -51,14 +51,6 @@ class Preparer:
         self._auditor = auditor
         self._keys: dict[Path, str] = {}
 
-    def has(self, folder: Path, part: str) -> bool:
-        """Return whether a part of a model's folder was converted before."""
-        try:
-            return self._executor.has(self._key(folder, part))
-        except OSError as error:
-            _log.warning("prepared models cannot be read: %s", error)
-            return False
-
     def open(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram | None:
         """Return a part's program if it was converted before; audits compare it with `computation()`."""
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from typing import TypeAlias
 from plait_kernels.cores import usable_cores
 from plait_kernels.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
-from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, Key
+from plait_serving.diffusion.lora.cache_policy import CachePolicy, Key
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
 from plait_serving.diffusion.queue.turns import TurnQueue
@@ -66,12 +66,12 @@ class CacheStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Set:
-    """One `acquire` that has not been delivered yet. `missing` is None until the set is admitted."""
+    """One `acquire` that has not been delivered yet. `is_admitted`: it only waits for loads."""
 
     keys: tuple[Key, ...]
     tenant: Tenant
     future: Future[LoraLease]
-    missing: set[Key] | None = None
+    is_admitted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +150,7 @@ class LoraCache:
     def reconfigure(self, *, host_bytes: int) -> None:
         """Set the budget. Idle entries are evicted until it is met; waiting sets that can no longer fit fail."""
         with self._change() as deliveries:
-            self._evicted(self._policy.resize(host_bytes))
+            self._policy.resize(host_bytes)
             for ticket in self._policy.waiting:
                 wanted = self._policy.wanted(ticket)
                 if not self._policy.fits_ever(wanted):
@@ -194,13 +194,17 @@ class LoraCache:
 
     @contextmanager
     def _change(self) -> Iterator[Deliveries]:
-        """Hold the lock; then admit the sets for which there is room now, and deliver without the lock."""
+        """Hold the lock; then admit the sets for which there is room now, let go of what was evicted, and deliver
+        without the lock."""
         deliveries: Deliveries = []
         with self._lock:
             self._policy.pass_time(self._clock())
             yield deliveries
             if not self._closed:
                 self._admit_waiting(deliveries)
+            for key in [key for key in self._values if not self._policy.is_loaded(key)]:
+                del self._values[key]
+                self._counts.evictions += 1
         for future, delivered in deliveries:
             is_wanted = future.set_running_or_notify_cancel()
             if isinstance(delivered, EngineError):
@@ -226,52 +230,49 @@ class LoraCache:
             param="loras",
         )
 
-    def _admitted(self, ticket: int, admission: Admission, deliveries: Deliveries) -> None:
+    def _admitted(self, ticket: int, to_load: Sequence[Key], deliveries: Deliveries) -> None:
         entered = self._sets[ticket]
-        self._evicted(admission.evicted)
-        self._counts.misses += len(admission.to_load)
-        self._counts.hits += len(entered.keys) - len(admission.to_load)
-        entered.missing = {key for key in entered.keys if not self._policy.is_loaded(key)}
-        for key in admission.to_load:
+        entered.is_admitted = True
+        self._counts.misses += len(to_load)
+        self._counts.hits += len(entered.keys) - len(to_load)
+        for key in to_load:
             self._to_fetch.put(entered.tenant.name, key)
             self._fetchers.submit(self._fetch)
-        if not entered.missing:
-            self._complete(ticket, deliveries)
+        self._deliver_loaded(ticket, deliveries)
 
     def _admit_waiting(self, deliveries: Deliveries) -> None:
         mean_s = self._load_s / max(1, self._counts.misses)
         load_s = mean_s * max((len(waiting.keys) for waiting in self._sets.values()), default=0)
         self._policy.turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
-        for ticket, admission in self._policy.admit_waiting():
-            self._admitted(ticket, admission, deliveries)
+        for ticket, to_load in self._policy.admit_waiting():
+            self._admitted(ticket, to_load, deliveries)
         for ticket, lease in self._leases.items():
             lease.is_asked_back = ticket in self._policy.asked_back
 
-    def _complete(self, ticket: int, deliveries: Deliveries) -> None:
-        finished = self._sets.pop(ticket)
+    def _deliver_loaded(self, ticket: int, deliveries: Deliveries) -> None:
+        """Deliver a set, if it is admitted and in memory."""
+        finished = self._sets[ticket]
+        if not (finished.is_admitted and all(map(self._policy.is_loaded, finished.keys))):
+            return
+        del self._sets[ticket]
         weights = MappingProxyType({key.name: self._values[key] for key in finished.keys})
         lease = LoraLease(weights, lambda: self._release(ticket), lambda: self._give_back(ticket, finished))
         self._leases[ticket] = lease
         deliveries.append((finished.future, lease))
-
-    def _evicted(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            del self._values[key]
-            self._counts.evictions += 1
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
     def _release(self, ticket: int) -> None:
         with self._change():
             if self._leases.pop(ticket, None) is not None:
-                self._evicted(self._policy.release(ticket))
+                self._policy.release(ticket)
 
     def _give_back(self, ticket: int, given: _Set) -> Future[LoraLease] | None:
         again = _Set(given.keys, given.tenant, Future())
         with self._change():
             if ticket not in self._policy.asked_back:
                 return None
-            self._evicted(self._policy.give_back(ticket, self._promise(again)))
+            self._policy.give_back(ticket, self._promise(again))
             del self._leases[ticket]
         return again.future
 
@@ -281,8 +282,8 @@ class LoraCache:
         with self._change():
             abandoned = self._sets.pop(ticket, None)
             self._policy.forget(ticket)
-            if abandoned is not None and abandoned.missing is not None:
-                self._evicted(self._policy.release(ticket))
+            if abandoned is not None and abandoned.is_admitted:
+                self._policy.release(ticket)
 
     def _fetch(self) -> None:
         """Fetch one file: of the tenant that has waited longest for one."""
@@ -326,18 +327,15 @@ class LoraCache:
             self._load_s += load_s
             # What was made of a file (factors, programs) holds for one that is loaded again, whose content is the same.
             self._values[key] = replace(value, token=key)
-            self._evicted(self._policy.loaded(key, value.nbytes))
-            for ticket, waiting in list(self._sets.items()):
-                if waiting.missing and key in waiting.missing:
-                    waiting.missing.discard(key)
-                    if not waiting.missing:
-                        self._complete(ticket, deliveries)
+            self._policy.loaded(key, value.nbytes)
+            for ticket in list(self._sets):
+                self._deliver_loaded(ticket, deliveries)
 
     def _failed(self, key: Key, error: EngineError) -> None:
         with self._change() as deliveries:
             self._policy.failed(key)
             for ticket, waiting in list(self._sets.items()):
-                if waiting.missing and key in waiting.missing:
+                if waiting.is_admitted and key in waiting.keys:
                     del self._sets[ticket]
-                    self._evicted(self._policy.release(ticket))
+                    self._policy.release(ticket)
                     deliveries.append((waiting.future, error))

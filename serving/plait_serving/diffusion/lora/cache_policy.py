@@ -18,7 +18,7 @@ more than `MAX_OVERTAKEN` times. Between tenants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -49,14 +49,6 @@ class _CacheEntry:
     users: int = 0
     last_use: int = 0
     outdated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """The result of admitting a set: keys to load now, keys that were evicted."""
-
-    to_load: tuple[Key, ...]
-    evicted: tuple[Key, ...]
 
 
 @dataclass(slots=True)
@@ -131,8 +123,8 @@ class CachePolicy(Generic[T]):
         self._outdate(wanted)
         self._waiters[ticket] = _Claim(tenant, wanted)
 
-    def admit_waiting(self) -> list[tuple[T, Admission]]:
-        """Admit waiting sets as far as there is room for them."""
+    def admit_waiting(self) -> list[tuple[T, tuple[Key, ...]]]:
+        """Admit waiting sets as far as there is room for them; return each with what is to be loaded for it."""
         admitted = []
         while (found := self._next()) is not None:
             admitted.append(found)
@@ -146,13 +138,13 @@ class CachePolicy(Generic[T]):
         """Withdraw a waiting set. Unknown tickets are ignored."""
         self._waiters.pop(ticket, None)
 
-    def loaded(self, key: Key, nbytes: int) -> tuple[Key, ...]:
-        """Record that a load ended; `nbytes` is its actual size, at most what was reserved. Return the evicted keys."""
+    def loaded(self, key: Key, nbytes: int) -> None:
+        """Record that a load ended; `nbytes` is its actual size, at most what was reserved."""
         entry = self._entries[key]
         if nbytes > entry.nbytes:
             raise ValueError(f"{key} takes {nbytes} bytes, {entry.nbytes} were reserved")
         entry.nbytes, entry.is_loaded = nbytes, True
-        return self._make_room(0, keep=()) or ()
+        self._make_room(0)
 
     def failed(self, key: Key) -> None:
         """Record that a load failed; nothing of it is kept. Sets that waited for it must be released."""
@@ -160,29 +152,27 @@ class CachePolicy(Generic[T]):
         for claim in self._held.values():
             claim.wanted = {other: nbytes for other, nbytes in claim.wanted.items() if other != key}
 
-    def release(self, ticket: T) -> tuple[Key, ...]:
-        """Release an admitted set. Return the evicted keys: outdated entries, and those over the budget."""
+    def release(self, ticket: T) -> None:
+        """Release an admitted set. Outdated entries are evicted, and those over the budget."""
         for key in self._held.pop(ticket).wanted:
             self._entries[key].users -= 1
-        return self._make_room(0, keep=()) or ()
+        self._make_room(0)
 
-    def give_back(self, ticket: T, again: T) -> tuple[Key, ...]:
-        """Release a set that waits again, under the ticket `again`, before its tenant's others. Return the evicted
-        keys."""
+    def give_back(self, ticket: T, again: T) -> None:
+        """Release a set that waits again, under the ticket `again`, before its tenant's others."""
         claim = self._held[ticket]
-        evicted = self.release(ticket)
+        self.release(ticket)
         self._waiters = {again: claim, **self._waiters}
-        return evicted
 
-    def resize(self, budget_bytes: int) -> tuple[Key, ...]:
+    def resize(self, budget_bytes: int) -> None:
         """Set a new budget; idle entries are evicted until it is met. Entries in use stay and may exceed it until
         released."""
         self.budget_bytes = budget_bytes
-        return self._make_room(0, keep=()) or ()
+        self._make_room(0)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    def _next(self) -> tuple[T, Admission] | None:
+    def _next(self) -> tuple[T, tuple[Key, ...]] | None:
         """Admit one set, or say which must be given back for one."""
         self.asked_back = frozenset()
         line, held = self._line(), self._by_tenant()
@@ -201,10 +191,10 @@ class CachePolicy(Generic[T]):
             adds = after[ticket] > _bytes(held.get(claim.tenant.name, {}))
             if others_wait and adds and ticket not in small | is_next:
                 continue
-            admission = self._try(claim.wanted)
-            if admission is not None:
+            to_load = self._try(claim.wanted)
+            if to_load is not None:
                 self._hold(ticket)
-                return ticket, admission
+                return ticket, to_load
             if ticket in small:
                 self.asked_back = self._to_ask(claim, spared=holds if self._are_owed else ())
             elif ticket in is_next:
@@ -268,17 +258,17 @@ class CachePolicy(Generic[T]):
             claim.overtaken += claim.tenant.name == self._waiters[ticket].tenant.name
         self._held[ticket] = self._waiters.pop(ticket)
 
-    def _try(self, wanted: Mapping[Key, int]) -> Admission | None:
+    def _try(self, wanted: Mapping[Key, int]) -> tuple[Key, ...] | None:
+        """Enter what a set needs, if there is room; return what is to be loaded for it."""
         missing = tuple(key for key in wanted if key not in self._entries)
-        evicted = self._make_room(sum(wanted[key] for key in missing), keep=wanted)
-        if evicted is None:
+        if not self._make_room(sum(wanted[key] for key in missing), keep=wanted):
             return None
         for key in wanted:
             entry = self._entries.setdefault(key, _CacheEntry(wanted[key]))
             self._uses += 1
             entry.users += 1
             entry.last_use = self._uses
-        return Admission(to_load=missing, evicted=evicted)
+        return missing
 
     def _outdate(self, wanted: Mapping[Key, int]) -> None:
         """Mark other contents of the wanted names as outdated: whoever asks for a different content has seen the
@@ -290,11 +280,10 @@ class CachePolicy(Generic[T]):
             if key in self._entries:
                 self._entries[key].outdated = False
 
-    def _make_room(self, more_bytes: int, keep: Iterable[Key]) -> tuple[Key, ...] | None:
-        """Evict idle entries until `more_bytes` fit; return None, with nothing evicted, if they cannot."""
+    def _make_room(self, more_bytes: int, keep: Collection[Key] = ()) -> bool:
+        """Evict idle entries until `more_bytes` fit; return False, with nothing evicted, if they cannot."""
         excess = self.reserved_bytes + more_bytes - self.budget_bytes
-        kept = frozenset(keep)
-        idle = [(k, e) for k, e in self._entries.items() if e.is_loaded and not e.users and k not in kept]
+        idle = [(k, e) for k, e in self._entries.items() if e.is_loaded and not e.users and k not in keep]
         leaving: list[Key] = []
         for key, entry in sorted(idle, key=lambda item: (not item[1].outdated, item[1].last_use)):
             if excess <= 0 and not entry.outdated:
@@ -302,10 +291,10 @@ class CachePolicy(Generic[T]):
             leaving.append(key)
             excess -= entry.nbytes
         if excess > 0 and more_bytes:
-            return None
+            return False
         for key in leaving:
             del self._entries[key]
-        return tuple(leaving)
+        return True
 
 
 def _bytes(*wanted: Mapping[Key, int]) -> int:

@@ -11,7 +11,7 @@ from plait_serving.diffusion.admission import ImageLimits, check_size, nearest_s
 from plait_serving.diffusion.errors import ModelError, RequestError
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.cache import LoraCache
-from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
+from plait_serving.diffusion.memory import gigabytes, pixels_that_fit
 from plait_serving.diffusion.protocols import ControlNetClient
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
@@ -96,7 +96,7 @@ class Model:
             client.shutdown()
 
 
-def image_limits(family: Family, wanted: ImageLimits, free_bytes: int | None) -> ImageLimits:
+def image_limits(family: Family, wanted: ImageLimits, free_bytes: int) -> ImageLimits:
     """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the free
     memory can hold. Raises `ModelError` if what requests without a size would get is none of those that are wanted."""
     limits = replace(wanted, size_multiple=family.size_multiple, min_edge_px=family.size_multiple)
@@ -105,8 +105,7 @@ def image_limits(family: Family, wanted: ImageLimits, free_bytes: int | None) ->
             check_size(*nearest_size(family.width, family.height, limits.sizes, limits.size_multiple), limits)
         except RequestError as error:
             raise ModelError(f"images.limits.sizes: requests without a size would all be refused: {error}") from error
-    free, native = free_bytes, family.width * family.height
-    free = max(0, available_bytes(family.device) if free is None else free)
+    free, native = max(0, free_bytes), family.width * family.height
     pixels = pixels_that_fit(family.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)
     if pixels < limits.max_pixels:
         _log.info("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))

@@ -3,8 +3,8 @@
 Symbols: T(r) = seconds of a call with r rows; a < b = row counts that were measured.
 
 A row count is *known* once it was measured three times: its T is then the lower quartile of its newest calls, so that
-neither the first call (which may compile or allocate) nor calls that share the cores with a decode decide. Others are
-estimated from the known ones, and optimistically, so that `policy.choose` tries them:
+neither the first call (which may compile or allocate) nor calls that share the cores with a decode, or with what is
+compiled, decide. Others are estimated from the known ones, and optimistically, so that `policy.choose` tries them:
 
 - below all known: T(b) r / b, no worse per row than the nearest;
 - between two: on the line through them, so that a count is tried only where the ends say that it pays;

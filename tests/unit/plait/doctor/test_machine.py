@@ -97,7 +97,6 @@ def test_cli_doctor_tries_what_is_compiled_on_a_gpu():
         op="op",
         name="n",
         entry="no_such_kernel:f",
-        rank=1,
         devices=frozenset({"cuda"}),
         dtypes=frozenset(),
         compiled=True,

@@ -81,7 +81,6 @@ def test_an_answer_is_the_callers_own_unless_it_wants_none(program):
     program.run(inputs(8, seed=2))
     assert not torch.equal(shared, kept)
     assert program.layers == ()
-    assert program.settled
 
 
 class Nonzero(nn.Module):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from plait_serving.diffusion import memory
 from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.memory import (
@@ -23,8 +24,11 @@ from plait_serving.diffusion.memory import (
     check_memory,
     pixels_that_fit,
 )
-from plait_serving.diffusion.models import model as models
+from plait_serving.diffusion.models.model import image_limits
 from plait_serving.diffusion.weight_files import find_weights
+from support.families import opened
+from support.tiny import tiny_sd
+from support.tiny_flow import tiny_flux
 
 CPU = torch.device("cpu")
 GB = 1_000_000_000
@@ -75,25 +79,38 @@ def test_images_are_as_large_as_memory_holds(free, pixels):
     assert pixels_that_fit(1000, free, native=64, limit=400) == pixels
 
 
-def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, tiny_sd_folder):
+def test_an_engine_takes_no_size_that_memory_cannot_hold(caplog, tiny_sd_folder):
     """Its limits say so, and the log says why."""
     bundle = load_bundle(tiny_sd_folder)
     per_pixel = 4 * 2 * bundle.vae.config.block_out_channels[0] * 4
     assert bundle.decoding_bytes_per_pixel == per_pixel
-    monkeypatch.setattr(models, "available_bytes", lambda _: 5000 * per_pixel)
     with caplog.at_level(logging.INFO):
-        assert models.image_limits(bundle, ImageLimits(), None).max_pixels == 5000
+        assert image_limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
-    monkeypatch.setattr(models, "available_bytes", lambda _: 1 << 50)
-    assert models.image_limits(bundle, ImageLimits(), None).max_pixels == ImageLimits().max_pixels
-    assert models.image_limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
+    assert image_limits(bundle, ImageLimits(), 1 << 50).max_pixels == ImageLimits().max_pixels
+    assert image_limits(bundle, ImageLimits(), -1).max_pixels == bundle.width * bundle.height
+
+
+@pytest.mark.parametrize("make", [tiny_sd, tiny_flux])
+def test_the_weights_of_a_lone_model_are_not_left_for_its_images(make, tmp_path, monkeypatch):
+    """The limit is known before they are read: theirs and its text encoders' are taken off."""
+    folder = make(tmp_path / "model")
+    family = opened(folder)
+    left = 2_000_000 * family.decoding_bytes_per_pixel
+    free = left + family.weights_bytes + family.shared_bytes()
+    monkeypatch.setattr("plait_serving.diffusion.assemble.available_bytes", lambda _: free)
+    engine = build_engine(EngineSettings(model=folder, converts=False))
+    try:
+        assert engine.pool.first.limits.max_pixels == 2_000_000
+    finally:
+        engine.stop(drain_s=0)
 
 
 @pytest.mark.parametrize(("sizes", "says"), [("63x64", "is not among the sizes"), ("8192x8192", "edges go from")])
 def test_sizes_that_no_request_can_have_are_refused_when_the_model_is_read(sizes, says, tiny_sd_folder):
     """Edges that the model does not make, or beyond the other limits: every request would be refused."""
     with pytest.raises(ModelError, match=rf"^images.limits.sizes: .*{says}"):
-        models.image_limits(load_bundle(tiny_sd_folder), ImageLimits(sizes=(sizes,)), None)
+        image_limits(load_bundle(tiny_sd_folder), ImageLimits(sizes=(sizes,)), 1 << 50)
 
 
 def test_this_host_has_some_memory():

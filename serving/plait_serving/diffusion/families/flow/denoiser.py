@@ -40,8 +40,6 @@ class FlowDenoiser(ABC):
     of a guidance by two rows (`scale_of`).
     """
 
-    settled = True
-    """Nothing is compiled."""
     safety: SafetyChecker | None = None
     """These models have none."""
     inpaints = False
@@ -85,10 +83,6 @@ class FlowDenoiser(ABC):
     def encoded(self, call: Call) -> EncodedText:
         """Make a text encoder call, or remember its result."""
         return self.encoders[call.part].run(call)
-
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return `(c, h, w)` of one image's latents."""
-        return self.bundle.latent_shape(width, height)
 
     def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> FlowSampler:
         """Return the sampler of a request's images with these seeds. Raises `RequestError`."""

@@ -31,11 +31,6 @@ class CompiledHalves:
     live: bool = False
     offered: bool = False
 
-    @property
-    def settled(self) -> bool:
-        """Whether the last calls of both halves were as fast as such calls will be."""
-        return self.encoder.settled and self.decoder.settled
-
     def encode(
         self, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, factors: RowFactors | None
     ) -> EncoderOutput:

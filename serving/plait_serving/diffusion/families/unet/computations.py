@@ -52,7 +52,7 @@ class DecoderHalf(nn.Module):
         self, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, *skips: torch.Tensor
     ) -> tuple[torch.Tensor]:
         """Run the second half; sizes come from the skips, so one trace serves every shape."""
-        return (decoder_half(self.unet, EncoderOutput(sample, skips, embedding, text), forward_size=True),)
+        return (decoder_half(self.unet, EncoderOutput(sample, skips, embedding, text)),)
 
 
 class VaeDecoder(nn.Module):

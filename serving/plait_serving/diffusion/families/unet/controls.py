@@ -13,7 +13,7 @@ import torch
 
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.families.rows import BatchLayout, own_rows
-from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, PendingResiduals, Residuals, StepCall
+from plait_serving.diffusion.protocols import Answers, ControlCall, ControlNetClient, Residuals, StepCall
 
 
 @contextmanager
@@ -33,26 +33,20 @@ def control_answers(
             questions[control.client][k, i] = ControlCall(
                 session=control.session, sample=rows, timestep=call.timestep, scale=control.scale, exact=exact
             )
-    waiting: list[tuple[list[tuple[int, int]], PendingResiduals]] = []
+    waiting: list[tuple[list[tuple[int, int]], Answers]] = []
     found: dict[tuple[int, int], Residuals | EngineError] = {}
 
     def answers() -> list[list[Residuals | EngineError]]:
         while waiting:
-            places, pending = waiting.pop(0)
-            try:
-                found.update(zip(places, pending.wait(), strict=True))
-            except EngineError as error:
-                found.update(dict.fromkeys(places, error))
+            places, wait = waiting.pop(0)
+            found.update(zip(places, wait(), strict=True))
         return [[found[k, i] for i in range(len(call.controls))] for k, call in enumerate(calls)]
 
     try:
         for client, asked in questions.items():
-            try:
-                waiting.append((list(asked), client.start(list(asked.values()))))
-            except EngineError as error:
-                found.update(dict.fromkeys(asked, error))
+            waiting.append((list(asked), client.start(list(asked.values()))))
         yield answers
     finally:
-        for _, pending in waiting:
+        for _, wait in waiting:
             with suppress(Exception):
-                pending.wait()
+                wait()

@@ -31,7 +31,6 @@ from plait_serving.diffusion.families.unet.halves import (
     EncoderOutput,
     decoder_half,
     encoder_half,
-    needs_forward_size,
     summed,
     time_embedding,
 )
@@ -94,7 +93,6 @@ class UNetDenoiser:
         self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.current, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
-        self._ran: CompiledHalves | None = None  # what the last `predict` ran on; None: torch
         self._factors = FactorStore(DENOISER)
         self._vae: PreparedProgram | None = None
 
@@ -113,11 +111,6 @@ class UNetDenoiser:
     def adopt_vae(self, vae: PreparedProgram) -> None:
         """Decode through a prepared program from now on."""
         self._vae = vae
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last `predict` was as fast as such calls will be."""
-        return self._ran is None or self._ran.settled
 
     def takes(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether LoRA files can be inputs of a step now, instead of being merged into the weights."""
@@ -166,7 +159,6 @@ class UNetDenoiser:
         # Sets that are inputs were chosen by `takes` or `may_take`: they are not in the weights, whatever `exact` says
         # by now.
         compiled = self._halves if any(call.loras for call in calls) else self._compiled(calls)
-        self._ran = compiled
         layout = BatchLayout.of([call.conditioning for call in calls])
         rows = Rows.of(calls, layout)
         fused = self._fuses()
@@ -196,8 +188,7 @@ class UNetDenoiser:
                 return half, functools.partial(compiled.decode, half, second)
             self._weights.take()
             half = encoder_half(self._unet, sample, embedding, text)
-            forward_size = needs_forward_size(self._unet, sample)
-            return half, functools.partial(decoder_half, self._unet, half, forward_size=forward_size)
+            return half, functools.partial(decoder_half, self._unet, half)
 
     def _threads(self, compiled: CompiledHalves | None) -> AbstractContextManager[None]:
         """Return what surrounds the work on halves: programs of another library have the cores to themselves."""

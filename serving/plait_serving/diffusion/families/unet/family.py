@@ -45,7 +45,6 @@ class UNetFamily(Family):
         self._outline = self._bundle(outline=True)
         self._tokens = PromptTokens(self._outline.tokenizers, max_words=settings.limits.max_prompt_tokens)
         self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
-        self._read_ahead: tuple[UNetPrograms, Bundle] | None = None
         self._stop_converting: Callable[[], None] = lambda: None
         self.kind = str(self._outline.kind)
         self.width, self.height = self._outline.width, self._outline.height
@@ -66,15 +65,11 @@ class UNetFamily(Family):
         active = sum(control.end - control.start for control in request.controlnets)
         return replace(self._prompts.size(request), controls=_CONTROL_WORK * round(active))
 
-    def read(self) -> None:
-        """Bring the weights into memory for the next `load`. Raises `ModelError`."""
-        self._read_ahead = self._read()
-
     def load(self) -> UNetDenoiser:
         """Bring the weights into memory, with the programs that were prepared before; what was not is converted behind
         what the model computes. Raises `ModelError`."""
-        programs, bundle = self._read_ahead or self._read()
-        self._read_ahead = None
+        programs = UNetPrograms(self.preparer, self.folder)
+        bundle = self._bundle(mapped=programs.mapped)
         executor = self.settings.executor
         denoiser = UNetDenoiser(
             bundle, exact=lambda: self.host.knobs().exact, mapped=programs.mapped, tokens=self._tokens
@@ -114,10 +109,6 @@ class UNetFamily(Family):
             adopted=partial(self.prepared.add, name),
             graphs=uses_graphs(self.settings.executor, self.device),
         )
-
-    def _read(self) -> tuple[UNetPrograms, Bundle]:
-        programs = UNetPrograms(self.preparer, self.folder)
-        return programs, self._bundle(mapped=programs.mapped)
 
     def _bundle(self, *, mapped: frozenset[str] = frozenset(), outline: bool = False) -> Bundle:
         return load_bundle(

@@ -38,14 +38,12 @@ class EncoderOutput:
 
     def add_all(self, rows: Sequence[slice], parts: Sequence[Residuals]) -> None:
         """Add several ControlNets' residuals to a request's rows like `add`, in one pass over every skip."""
-        count = sum(part.stop - part.start for part in rows)
-        scales = torch.ones(len(parts), count, device=self.sample.device)  # scaled where they were computed
         op: ResidualAddOp = load("residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts))
         for target, *residuals in zip((*self.skips, self.sample), *((*p.down, p.mid) for p in parts), strict=True):
             done = 0
             for part in _adjacent(rows):
                 here = slice(done, done + part.stop - part.start)
-                op(target[part], [residual[here] for residual in residuals], scales[:, here])
+                op(target[part], [residual[here] for residual in residuals])
                 done = here.stop
 
     def fits(self, residuals: Residuals, count: int) -> bool:
@@ -90,11 +88,6 @@ def time_embedding(
     return embedding if unet.time_embed_act is None else unet.time_embed_act(embedding)
 
 
-def needs_forward_size(unet: Any, sample: torch.Tensor) -> bool:
-    """Return whether doubling would not restore the sides, because they are no multiple of the UNet's total factor."""
-    return any(side % 2**unet.num_upsamplers for side in sample.shape[-2:])
-
-
 def encoder_half(unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor) -> EncoderOutput:
     """Run `conv_in`, the down blocks and the mid block on `sample (R, c, h, w)` and `text (R, L, C)`."""
     if unet.config.center_input_sample:
@@ -116,17 +109,17 @@ def _read_by(block: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"encoder_hidden_states": text} if getattr(block, "has_cross_attention", False) else {}
 
 
-def decoder_half(unet: Any, half: EncoderOutput, *, forward_size: bool) -> torch.Tensor:
+def decoder_half(unet: Any, half: EncoderOutput) -> torch.Tensor:
     """Run the up blocks and the output layers; return the model output `(R, c, h, w)`.
 
-    `forward_size`: whether upsampling takes its size from the skips (`needs_forward_size`); where doubling would do,
-    the result is the same.
+    Upsampling takes its size from the skips, as diffusers does where doubling would not restore the sides; where it
+    would, the bits are the same.
     """
     sample, skips = half.sample, half.skips
     for i, block in enumerate(unet.up_blocks):
         count = len(block.resnets)
         skips, taken = skips[:-count], skips[-count:]
-        size = skips[-1].shape[2:] if forward_size and i < len(unet.up_blocks) - 1 else None
+        size = skips[-1].shape[2:] if i < len(unet.up_blocks) - 1 else None
         sample = block(
             hidden_states=sample,
             temb=half.embedding,

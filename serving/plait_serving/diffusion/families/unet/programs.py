@@ -25,9 +25,7 @@ class UNetPrograms:
         self._halves: CompiledHalves | None = None
         self._decoder: PreparedProgram | None = None
         if preparer is not None:
-            # Where a start was interrupted between the halves, opening the first would be for nothing.
-            if all(preparer.has(folder / "unet", part) for part in ("encoder", "decoder")):
-                self._halves = _halves(preparer.open, folder / "unet")
+            self._halves = _halves(preparer.open, folder / "unet")
             self._decoder = preparer.open(folder / "vae", *_vae(folder / "vae"))
 
     @property

@@ -24,7 +24,6 @@ class Program:
     """Notes torch's threads where a step would run."""
 
     layers = ()
-    settled = True
 
     def __init__(self) -> None:
         self.threads = 0

@@ -32,12 +32,8 @@ class Preparer:
         self.begun, self.may = threading.Event(), threading.Event()
         self.made: list[str] = []
 
-    def has(self, *_: object) -> bool:
-        """Nothing was prepared before."""
-        return False
-
     def open(self, *_: object) -> None:
-        """Nor opened."""
+        """Nothing was prepared before."""
 
     def make(self, folder: Path, part: str, _: object) -> str:
         self.begun.set()
