@@ -11,6 +11,7 @@ from fakes.honest_server import BEHAVIOURS, HonestServer
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import run_scenario
 from plait_loadtest.values import RequestOutcome
+from support.waiting import wait_for
 
 
 def scenario_of(url, names, *, timeout_s=300.0, **settings):
@@ -29,6 +30,7 @@ def held_against_the_ledger(names, **settings):
     """Runs the load and compares all counts; returns the number of requests of each behaviour."""
     with closing(HonestServer()) as server:
         session = run_scenario(scenario_of(server.url, names, **settings))
+        wait_for(lambda: server.ends.total() >= len(session.result.records))  # a busy one reads what was given up later
     records, scenario = session.result.records, session.scenario
     ends = Counter(
         (scenario.mix[kind].name, RequestOutcome(outcome).name.lower())
