@@ -49,11 +49,14 @@ class FakeMeasurer:
         drift: float = 0.0,
         fail: Mapping[str, str] | None = None,
         knobs: list[str] | None = None,
+        hangs_after: int | None = None,
     ) -> None:
         """`seconds`: per measurement. `drift`: how much slower the host gets with each measurement, relative. `fail`:
         maps `"knob=value"` to what happens then: hang, memory, kill, raise, refuse, invalid. `knobs`: those that exist
-        (any, if omitted)."""
+        (any, if omitted). `hangs_after`: so many of its measurements end, the next one
+        does not."""
         self._folder, self._seconds, self._drift, self._fail, self._knobs = folder, seconds, drift, fail or {}, knobs
+        self._hangs_after, self._ended = hangs_after, 0
 
     def check(self, spec: JobSpec) -> TuningSubject:
         """Check that the knobs of the job exist."""
@@ -72,6 +75,8 @@ class FakeMeasurer:
         for setting in settings_of(task.config):
             if setting in self._fail:
                 return self._failed(self._fail[setting])
+        if self._ended == self._hangs_after:
+            return self._failed("hang")
         self._wait(say)
         slower = (1.0 + self._drift) ** self._count("end")
         metrics = service(task.config)
@@ -81,6 +86,7 @@ class FakeMeasurer:
         if task.rate_per_s:
             metrics[SLO_MET] = float(task.rate_per_s <= metrics["goodput_per_s"])
         self._note("end", task)
+        self._ended += 1
         return Measured(outcome=TrialOutcome(metrics=metrics), samples=Samples(cpu_cores=1.0, memory_bytes=1 << 20))
 
     def apply(self, config: Config) -> None:
