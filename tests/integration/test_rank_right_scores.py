@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from plait_disagg.dense import prepared
 from plait_disagg.graph.inputs import Dense, Ids, Input
-from plait_disagg.package import open_package, write_package
+from plait_disagg.package.read import open_package
+from plait_disagg.package.write import write_package
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker

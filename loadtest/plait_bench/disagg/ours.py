@@ -20,7 +20,7 @@ from typing import Any
 from plait_bench.benchmark import said, started
 from plait_bench.disagg.peer import announce
 from plait_bench.errors import SystemFailed
-from plait_disagg.package import Package, open_package
+from plait_disagg.package.read import Package, open_package
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers.cn import CnCore

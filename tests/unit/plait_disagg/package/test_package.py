@@ -16,9 +16,12 @@ from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
 from plait_disagg.messages.layout import layouts_of
-from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write, write_package
-from plait_disagg.package.items import write_items
+from plait_disagg.package import write
+from plait_disagg.package.items import Items, StoredItems, write_items
+from plait_disagg.package.manifest import PackageError
+from plait_disagg.package.read import open_package
 from plait_disagg.package.sharding import Sharding, plan_of
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_fabric import MessageLimits
 
 INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item"), Bag("genres", weighted=True), Dense("year"))
