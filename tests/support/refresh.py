@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fakes.role_workers import RoleWorkersInProcess
-from plait_disagg.graph.cut import CutProblem
+from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.operators import SIZE

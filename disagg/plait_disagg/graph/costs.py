@@ -1,5 +1,12 @@
 """What the parts of a program cost: the bytes of every value and the seconds of every operator, measured by running it.
 
+A cut is the set of nodes that run on the CN, and costs
+
+    sum of CN times + sum of HN times + crossing bytes / link rate
+
+A value that crosses is paid for once, however many nodes read it. The way back of the answer costs the same for
+every cut and is left out.
+
 The CN's seconds are measured, on one thread. The HN's are *modelled* from them (`hn_seconds`), and every number that
 depends on them is marked as such.
 """
@@ -8,13 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from statistics import median
 from typing import Any
 
 import torch
 
-from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, Kind, kind_of
@@ -31,6 +38,20 @@ _SPEEDUP_OF_OTHERS = 20.0
 
 _FLOOR_S = 1e-6
 """The cost of a kernel replayed from a graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutProblem:
+    """A tiled program and what its parts cost for one request of `candidates`.
+
+    `value_bytes`: bytes of every input and node result. `cn_s`, `hn_s`: seconds of every node on either side.
+    """
+
+    program: Program
+    value_bytes: Mapping[str, int]
+    cn_s: Mapping[str, float]
+    hn_s: Mapping[str, float]
+    link_bytes_per_s: float
 
 
 def hn_seconds(program: Program, cn_s: Mapping[str, float]) -> dict[str, float]:

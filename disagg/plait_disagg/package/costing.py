@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from plait_disagg.graph import costs
-from plait_disagg.graph.cut import CutProblem
+from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.factor import factor_linears
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.interaction import split_interactions
