@@ -4,7 +4,7 @@
 
     write_package(Path("picks"), module, inputs, name="picks")              # write
     package = open_package(Path("picks"))                                   # read
-    ranker = WholeRanker(package.card(), package.sparse(), package.dense())
+    ranker = CoreRanker(WholeCore(package.card(), package.sparse(), package.dense()))
 
 Import from the submodules: `manifest` is read without torch, `read` without what traces models.
 """
