@@ -41,7 +41,7 @@ def dealt_tables(folder: Path, shards: int) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise PlaitError(f"{folder} is no folder of a packaged model, and only a package's tables are dealt to shards")
     with told(PackageError):
-        plan = plan_of(open_package(folder, ahead=False), Sharding(shards=shards))
+        plan = plan_of(open_package(folder), Sharding(shards=shards))
     pieces = ([piece.name for piece in plan.of_shard(number)] for number in range(plan.shards))
     dealt = zip(plan.held_bytes, plan.read_bytes, pieces, strict=True)
     return [{"held_bytes": held, "read_bytes": read, "pieces": names} for held, read, names in dealt]
