@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.capture import Captured, capture
+from plait_disagg.graph.costs import Cuttable, cuttable, measured_problem
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.execute import run_reference
 from plait_disagg.graph.inputs import Input, check_bags
 from plait_disagg.graph.program import LOOKUP, USER_OF, Ref
-from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import id_sources
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
@@ -24,7 +25,6 @@ from plait_disagg.graph.tile import keeps_bits
 from plait_disagg.graph.verify import ReturnsNan, verify_halves
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import VERSION, card_payload
-from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.package.items import Items, owner_of, save_tensors, write_items
 from plait_disagg.package.manifest import (
     CN,
@@ -130,7 +130,7 @@ def _write(
     )
     tables = FusedTables(open_tables(folder / TABLES))
     check_samples(module, ready, ids_per_bag=options.ids_per_bag)
-    problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
+    problem = measured_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
     halves = split(problem.program, CUTTERS[options.cutter](problem))
     at_hn = {port.name for port in halves.hn.constants}
     small = {rows_name(table): _as_stored(tables, table, rows[table]) for table in rows if rows_name(table) in at_hn}
