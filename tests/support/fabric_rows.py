@@ -14,7 +14,7 @@ from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_disagg.workers.shard import ShardWorker
-from plait_fabric import connect, listen, new_secret
+from plait_fabric import Channel, Listener, connect, listen, new_secret
 from plait_fabric.errors import FabricError
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
