@@ -48,8 +48,15 @@ from plait_fabric.link.modelled import modelled
 from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.transport.acceptor import Listener
-from plait_fabric.transport.auth import new_secret
-from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Message, MessageLimits, PoolStatistics
+from plait_fabric.values import (
+    ChannelStatistics,
+    Delivery,
+    FabricOptions,
+    Message,
+    MessageLimits,
+    PoolStatistics,
+    new_secret,
+)
 
 if TYPE_CHECKING:
     from plait_fabric.tensors import TensorMessage, lease_tensor, recv_tensors, send_tensors, tensors_of

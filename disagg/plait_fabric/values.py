@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast, get_args
@@ -97,6 +98,11 @@ class FabricOptions:
     tcp_keepalive_idle_s: int = 5
     one_sided_from_bytes: int = 524_288
     nixl_transport: str = ""
+
+
+def new_secret() -> bytes:
+    """Return a fresh random secret, long enough for `connect` and `listen`."""
+    return secrets.token_bytes(32)
 
 
 def check_secret(secret: bytes) -> None:

@@ -31,7 +31,9 @@ from plait_disagg.graph.errors import GraphError
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.sample_inputs import collate, sample
 from plait_disagg.graph.verify import module_outputs
-from plait_disagg.package import Manifest, PackageError, PackageOptions, open_package, write_package
+from plait_disagg.package.manifest import Manifest, PackageError
+from plait_disagg.package.read import open_package
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.protocols import DenseHalf, SparseHalf
 from plait_disagg.values import RankRequest
 

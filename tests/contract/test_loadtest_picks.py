@@ -7,7 +7,7 @@ import json
 import torch
 
 from plait_disagg.messages.check import check_request
-from plait_disagg.package import open_package
+from plait_disagg.package.read import open_package
 from plait_loadtest.load import load_scenario
 from plait_loadtest.plan import make_plan
 from plait_serving.starter.ranking.picks import FOLDER

@@ -11,7 +11,8 @@ import torch
 from starlette.testclient import TestClient
 
 from plait_disagg.package.read import open_package
-from plait_disagg.workers.whole import WholeRanker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.whole import WholeCore
 from plait_kernels.executors import background
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
@@ -27,7 +28,7 @@ USER = {"age_band": 3, "liked_genres": [11, 7], "history": [5, 900], "daypart": 
 @contextmanager
 def served(package, dense):
     """An application with that dense half."""
-    ranker = WholeRanker(package.card(), package.sparse(), dense)
+    ranker = CoreRanker(WholeCore(package.card(), package.sparse(), dense))
     yield create_app(
         None,
         HttpSettings(),

@@ -20,11 +20,12 @@ from torch.nn import functional as F
 
 from plait_disagg.dense import prepared
 from plait_disagg.graph.inputs import Dense, Ids, Input
-from plait_disagg.package import open_package, write_package
+from plait_disagg.package.read import open_package
+from plait_disagg.package.write import write_package
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.whole import WholeRanker
+from plait_disagg.workers.whole import WholeCore
 from plait_kernels.executors import background
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
@@ -188,7 +189,7 @@ def client(rig: Rig, hns: dict[str, HnWorker], tmp_path_factory: pytest.TempPath
         folder: Path = tmp_path_factory.mktemp("scores") / name
         write_package(folder, case.module().eval(), (*case.inputs, Ids("item")), name=name)
         package = open_package(folder)
-        whole = WholeRanker(package.card(), package.sparse(), package.dense(prepares=True))
+        whole = CoreRanker(WholeCore(package.card(), package.sparse(), package.dense(prepares=True)))
         rig.at_end(lambda whole=whole: asyncio.run(whole.close(drain_s=0.5)))
         card = package.card(mode="split")
         hn = hns[name] = HnWorker(card, package.dense(prepares=True), [rig.listen(name)])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from plait.cli.main import main
-from plait_disagg.package import Package, open_package
 from plait_disagg.package.manifest import read_manifest
+from plait_disagg.package.read import Package, open_package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_serving.http.app import create_app

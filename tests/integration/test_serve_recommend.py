@@ -21,8 +21,8 @@ from plait.deployments import deployments
 from plait.server.ports import hold_port
 from plait.tuning.measure.usage import replica_pids
 from plait_disagg.errors import WorkerUnavailable
-from plait_disagg.package import Package
 from plait_disagg.package.manifest import TABLES
+from plait_disagg.package.read import Package
 from plait_disagg.values import RankRequest
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric.rpc.replicas import NoReplica, Replica

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from plait_disagg.errors import BadInput
-from plait_disagg.package import Package
 from plait_disagg.package.halves import CompiledDense
+from plait_disagg.package.read import Package
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankAnswer
 from plait_disagg.workers.cn import CnCore

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.graph.cut import CutProblem, check_cut, crossing_values
+from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import BadCut
-from plait_disagg.graph.split import split
+from plait_disagg.graph.split import check_cut, crossing_values, split
 from support.graph import cost_s, cut_problems
 
 

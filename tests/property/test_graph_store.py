@@ -103,6 +103,7 @@ def test_garbage_is_refused(value):
         (lambda node: node.update(kwargs={"out": None}), "does not take"),
         (lambda node: node.update(shape=[3, -1]), "only in front"),
         (lambda node: node.update(shape=[2**60]), "shape"),
+        (lambda node: node.update(shape=[2**40] * 65), "shape: must be a list of at most 64"),
         (lambda node: node.update(dtype="complex64"), "not a dtype"),
         (lambda node: node.update(rows="many"), "rows must be"),
     ],

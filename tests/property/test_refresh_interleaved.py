@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.package import Package
+from plait_disagg.package.read import Package
 from plait_disagg.values import RankAnswer
 from support import refresh as kit
 from support.rank_fabric import Rig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plait_disagg.messages.hot_rows import RowReceiver, RowSavings, RowSender
 from plait_disagg.messages.layout import layout_of_crossing
 from plait_disagg.messages.wire import DenseAsk, dense_message, parse_dense
-from plait_disagg.package import Package
+from plait_disagg.package.read import Package
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_fabric.memory.pool import Lease, Pool
 from support import rank_rows as kit

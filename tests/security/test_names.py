@@ -18,7 +18,7 @@ from fakes.tuning_desk import LocalTuningService, Threads, desk_in
 from plait.config import PlaitConfig, ServerSection
 from plait.deployments import http_settings
 from plait.tuning.service.http import tuning_router
-from plait_disagg.package import Package
+from plait_disagg.package.read import Package
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.http.app import create_app

@@ -32,8 +32,8 @@ from plait_fabric.errors import (
 )
 from plait_fabric.transport import acceptor
 from plait_fabric.transport.acceptor import Listener
-from plait_fabric.transport.auth import CHALLENGE_BYTES, RESPONSE_BYTES
 from plait_fabric.transport.frames import FrameKind, pack_head
+from plait_fabric.transport.greeting import CHALLENGE_BYTES, RESPONSE_BYTES
 from plait_fabric.values import Address, FabricOptions
 from suites.fabric_channel import SECRET, SOON_S, WAIT_S, eventually, fill
 from suites.fabric_raw import flood, hold, raw_ends

@@ -15,7 +15,8 @@ from plait_disagg.dense import prepared
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
 from plait_disagg.models.configs import build, ids_per_bag
-from plait_disagg.package import PackageOptions, open_package, write_package
+from plait_disagg.package.read import open_package
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.values import RankRequest
 
 

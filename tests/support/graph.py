@@ -8,9 +8,10 @@ import torch
 from hypothesis import strategies as st
 
 from plait_disagg.graph.capture import Captured, capture
-from plait_disagg.graph.cut import CutProblem, check_cut, crossing_values
+from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Node, Port, Program, Ref
+from plait_disagg.graph.split import check_cut, crossing_values
 from plait_disagg.models.configs import build
 from support.graph_models import Small, Weighted, Zoo
 
@@ -72,7 +73,7 @@ def cut_problems(draw: st.DrawFn) -> CutProblem:
 
 
 def cost_s(problem: CutProblem, cn_nodes: frozenset[str]) -> float:
-    """What one cut costs, as `graph.cut` says. Raises `BadCut` if it is not allowed."""
+    """What one cut costs, as `graph.costs` says. Raises `BadCut` if it is not allowed."""
     check_cut(problem.program, cn_nodes)
     computing_s = sum(problem.cn_s[name] for name in cn_nodes)
     computing_s += sum(problem.hn_s[name] for name in problem.hn_s.keys() - cn_nodes)

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from fakes.role_workers import RoleWorkersInProcess
-from plait_disagg.graph.cut import CutProblem
+from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.messages.check import check_request
-from plait_disagg.package import Package, PackageOptions, open_package, write
+from plait_disagg.package import write
+from plait_disagg.package.read import Package, open_package
+from plait_disagg.package.write import PackageOptions
 from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.fold import fold_updates

@@ -23,9 +23,19 @@ from math import prod
 
 import torch
 
-from plait_disagg.dense.buckets import Bucket, bucket_of, filled_up, pays_from
 from plait_disagg.dense.proven import unproven
-from plait_disagg.dense.trial import TOLERANCE, Given, difference, medians, noise_like, resized
+from plait_disagg.dense.trial import (
+    TOLERANCE,
+    Bucket,
+    Given,
+    bucket_of,
+    difference,
+    filled_up,
+    medians,
+    noise_like,
+    pays_from,
+    resized,
+)
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.program import ROWS, Node, Port
 from plait_kernels.executors import Computation, ExecutorError, InputSpec, PreparedProgram, background

@@ -1,4 +1,12 @@
-"""What the parts of a program cost: the bytes of every value and the seconds of every operator, measured by running it.
+"""A captured program made as cheap as possible, and what its parts cost: the bytes of every value and the seconds of
+every operator, measured by running it.
+
+A cut is the set of nodes that run on the CN, and costs
+
+    sum of CN times + sum of HN times + crossing bytes / link rate
+
+A value that crosses is paid for once, however many nodes read it. The way back of the answer costs the same for
+every cut and is left out.
 
 The CN's seconds are measured, on one thread. The HN's are *modelled* from them (`hn_seconds`), and every number that
 depends on them is marked as such.
@@ -7,20 +15,24 @@ depends on them is marked as such.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from statistics import median
 from typing import Any
 
 import torch
 
-from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.edit import flat_values
-from plait_disagg.graph.inputs import OFFSETS
+from plait_disagg.graph.execute import run_reference
+from plait_disagg.graph.factor import factor_linears
+from plait_disagg.graph.inputs import OFFSETS, Input
+from plait_disagg.graph.interaction import split_interactions
 from plait_disagg.graph.operators import SIZE, Kind, kind_of
-from plait_disagg.graph.program import LOOKUP, ROWS, Node, Port, Program
-from plait_disagg.graph.reference import run_reference
-from plait_disagg.graph.small_tables import is_bound
+from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Node, Port, Program
+from plait_disagg.graph.sample_inputs import id_bounds, sample
+from plait_disagg.graph.small_tables import is_bound, offer
+from plait_disagg.graph.tile import tile
 from plait_disagg.tables.protocols import Tables
 
 LINK_BYTES_PER_S = 12.4e9
@@ -31,6 +43,54 @@ _SPEEDUP_OF_OTHERS = 20.0
 
 _FLOOR_S = 1e-6
 """The cost of a kernel replayed from a graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuttable:
+    """A tiled program with its constants. `bounds`: ids of an input are below its bound. `table_rows`: of the tables
+    that an HN may hold if they are small."""
+
+    program: Program
+    constants: Mapping[str, torch.Tensor]
+    inputs: Sequence[Input]
+    bounds: Mapping[str, int]
+    table_rows: Mapping[str, int]
+
+
+def cuttable(
+    captured: Program,
+    constants: Mapping[str, torch.Tensor],
+    inputs: Sequence[Input],
+    *,
+    table_rows: Mapping[str, int],
+    exact: bool,
+    may_move: Mapping[str, int] | None = None,
+) -> Cuttable:
+    """Make a captured program as cheap as possible before it is cut. `may_move`: rows of the tables that an HN may
+    hold if they are small, which are those that reject an id outside; None: all.
+
+    The user's values, dot products and share of linear layers are computed once per user; with `exact`, only as far
+    as results stay bit-exact.
+    """
+    program, bounds = tile(captured, exact=exact), id_bounds(captured, table_rows, constants)
+    if not exact:
+        program, constants = factor_linears(*split_interactions(program, constants))
+    held = table_rows if may_move is None else may_move
+    return Cuttable(program=program, constants=constants, inputs=inputs, bounds=bounds, table_rows=held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutProblem:
+    """A tiled program and what its parts cost for one request of `candidates`.
+
+    `value_bytes`: bytes of every input and node result. `cn_s`, `hn_s`: seconds of every node on either side.
+    """
+
+    program: Program
+    value_bytes: Mapping[str, int]
+    cn_s: Mapping[str, float]
+    hn_s: Mapping[str, float]
+    link_bytes_per_s: float
 
 
 def hn_seconds(program: Program, cn_s: Mapping[str, float]) -> dict[str, float]:
@@ -102,3 +162,24 @@ def cut_problem(
         hn_s=hn_seconds(program, cn_s),
         link_bytes_per_s=LINK_BYTES_PER_S,
     )
+
+
+def measured_problem(ready: Cuttable, tables: Tables, *, candidates: int, ids_per_bag: Mapping[str, int]) -> CutProblem:
+    """Build the problem for the cutters: the cost of every part for one random request, measured on one thread. Its
+    program offers the lookups of small tables (`graph.small_tables`)."""
+    program = offered(ready, candidates=candidates, ids_per_bag=ids_per_bag)
+    tensors = sample(ready.inputs, ready.bounds, candidates=candidates, ids_per_bag=ids_per_bag)
+    tensors[USER_OF] = torch.zeros(candidates, dtype=torch.int64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = measure_seconds(program, ready.constants, tables, tensors)
+    finally:
+        torch.set_num_threads(threads)
+    return cut_problem(program, seconds, candidates=candidates, ids_per_bag=ids_per_bag)
+
+
+def offered(ready: Cuttable, *, candidates: int, ids_per_bag: Mapping[str, int]) -> Program:
+    """Return the program with the lookups marked that may run on the HN for a request of that size."""
+    nbytes = value_bytes(ready.program, candidates=candidates, ids_per_bag=ids_per_bag)
+    return offer(ready.program, ready.table_rows, nbytes)

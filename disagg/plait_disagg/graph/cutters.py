@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import networkx as nx
 
-from plait_disagg.graph.cut import CutProblem, Cutter, crossing_values
+from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.operators import kind_of
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.graph.small_tables import is_bound
+from plait_disagg.graph.split import crossing_values
+
+Cutter: TypeAlias = Callable[[CutProblem], frozenset[str]]
+"""Returns the names of the nodes that run on the CN, a cut that `check_cut` accepts. Pure: the same problem has the
+same answer."""
 
 _SOURCE, _SINK = ("end", "cn"), ("end", "hn")
 
 
 def min_cut(problem: CutProblem) -> frozenset[str]:
-    """Cut so that the cost (`cut.py`) is the least of all allowed cuts: a minimum s-t cut of a graph.
+    """Cut so that the cost (`costs.py`) is the least of all allowed cuts: a minimum s-t cut of a graph.
 
     Node v on the source side is a CN node. Its arcs:
 

@@ -2,6 +2,9 @@
 
 Lookups run in stages: all lookups whose ids are ready share one call of `Tables.lookup`, so that tables can serve
 them together.
+
+The naive counterpart (`run_reference`) runs one operator after the other. It can also be observed, which is how costs
+are measured.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -227,3 +230,36 @@ def _checked(name: str, shape: tuple[int, ...], dtype: str, constants: Mapping[s
     if tuple(found.shape) != shape or str(found.dtype) != f"torch.{dtype}":
         raise BadProgram(f"constant {name} is {found.dtype} {tuple(found.shape)}, not {dtype} {shape}")
     return found.detach()
+
+
+Watch: TypeAlias = "Callable[[Node, Callable[[], Any]], Any]"
+"""Receives a node and the function that computes it; returns the node's value."""
+
+
+def run_reference(
+    program: Program,
+    constants: Mapping[str, torch.Tensor],
+    tables: Tables | None,
+    tensors: Mapping[str, torch.Tensor],
+    watch: Watch = lambda _, compute: compute(),
+) -> dict[str, torch.Tensor]:
+    """Return every value of the program by name, inputs and numbers included. `tensors`: its inputs."""
+    values: dict[str, Any] = {name: tensors[name] for name in (port.name for port in program.inputs)}
+    values |= {port.name: constants[port.name].detach() for port in program.constants}
+    with torch.inference_mode():
+        for node in program.nodes:
+            args, kwargs = resolve(node.args, values), resolve(dict(node.kwargs), values)
+            values[node.name] = watch(node, _computation(node, args, kwargs, tables))
+    return values
+
+
+def _computation(node: Node, args: Any, kwargs: dict[str, Any], tables: Tables | None) -> Callable[[], Any]:
+    if node.op == LOOKUP:
+        assert tables is not None
+        return lambda: tables.lookup([lookup_request(lookup_of(node), *args)])[0]
+    if node.op == TILE:
+        return lambda: args[0][args[1]]
+    if node.op == SIZE:
+        return lambda: args[0].shape[0]
+    operator = overload(node.op)
+    return lambda: operator(*args, **kwargs)

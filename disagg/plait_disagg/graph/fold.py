@@ -26,9 +26,9 @@ from math import prod
 import torch
 
 from plait_disagg.graph.edit import Draft, map_refs, rows_side
-from plait_disagg.graph.operators import SIZE
+from plait_disagg.graph.execute import run_reference
+from plait_disagg.graph.operators import RESHAPES, SIZE
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Program, Ref
-from plait_disagg.graph.reference import run_reference
 
 _CAT, _STACK, _SLICE = "aten.cat.default", "aten.stack.default", "aten.slice.Tensor"
 _UNSQUEEZE = "aten.unsqueeze.default"
@@ -38,19 +38,6 @@ _IDENTITIES = frozenset(
 )
 _CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default", "aten.type_as.default"})
 _SPLIT = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.remainder.Scalar", *_CASTS})
-_RESHAPES = frozenset(
-    {
-        "aten.view.default",
-        _RESHAPE,
-        "aten._unsafe_view.default",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-        _UNSQUEEZE,
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-    }
-)
-"""Operators that keep all numbers in their order."""
 
 
 def fold(
@@ -108,7 +95,7 @@ class _Folding:
             return source
         if node.op in _CASTS and value.dtype == node.dtype and value.shape == node.shape:
             return source
-        if node.op in _RESHAPES:
+        if node.op in RESHAPES:
             return self._reshaped(node, source)
         if node.op == _SELECT and isinstance(value, Node):
             return self._selected(node, value)
@@ -230,7 +217,7 @@ class _Folding:
     def _reshaped(self, node: Node, source: Ref) -> Ref | None:
         """Skip what a reshape undoes, and reshape the parts of a cat instead of the cat."""
         value = self.values[source.name]
-        while isinstance(value, Node) and value.op in _RESHAPES and value.shape.count(ROWS) == 1:
+        while isinstance(value, Node) and value.op in RESHAPES and value.shape.count(ROWS) == 1:
             (at,) = value.parts
             value = self.values[at.name]
             if value.shape == node.shape:

@@ -25,6 +25,20 @@ Kind = Literal["gemm", "attention", "elementwise", "reduction", "layout", "looku
 SIZE = "aten.sym_size.int"
 """The only operator that returns a number: how many rows a tensor has."""
 
+RESHAPES = frozenset(
+    {
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten._unsafe_view.default",
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+        "aten.unsqueeze.default",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+    }
+)
+"""Operators that keep all numbers in their order."""
 
 _NAME = re.compile(r"aten\.([A-Za-z][A-Za-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)")
 

@@ -13,11 +13,11 @@ from itertools import groupby
 from typing import Any, Literal
 
 from plait_disagg.graph.costs import value_bytes
-from plait_disagg.graph.cut import crossing_values
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, ROWS, TILE, USER_OF, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.split import crossing_values
 
 CANDIDATES = (1, 64, 512)
 """The request sizes (candidates) that every report shows."""

@@ -9,20 +9,10 @@ import torch
 
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
+from plait_disagg.graph.operators import RESHAPES
 from plait_disagg.graph.program import LOOKUP, USER_OF, Node, Program, Ref
 
-_KEEPS_IDS = frozenset(
-    {
-        "aten.to.dtype",
-        "aten._to_copy.default",
-        "aten.view.default",
-        "aten.reshape.default",
-        "aten.flatten.using_ints",
-        "aten.unsqueeze.default",
-        "aten.squeeze.dim",
-        "aten.contiguous.default",
-    }
-)
+_KEEPS_IDS = RESHAPES | {"aten.to.dtype", "aten._to_copy.default", "aten.contiguous.default"}
 """Operators behind which ids are what they were; casts to float32 and back, for tables of at most `_EXACT_ROWS`."""
 
 _EXACT_ROWS = 1 << 24

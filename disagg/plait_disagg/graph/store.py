@@ -22,8 +22,9 @@ from plait_disagg.tables.values import Mode
 VERSION = 1
 
 _DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})
-_NAME_CHARACTERS, _MAX_SIZE, _DEEPEST, _MAX_VALUES = 200, 2**40, 4, 100_000
-"""Bounds on untrusted data: far above any model, far below what would do harm."""
+_NAME_CHARACTERS, _MAX_SIZE, _MAX_DIMENSIONS, _DEEPEST, _MAX_VALUES = 200, 2**40, 64, 4, 100_000
+"""Bounds on untrusted data: far above any model, far below what would do harm. Sizes are multiplied, and Python's
+integers have no largest one."""
 
 
 def dump_program(program: Program) -> str:
@@ -119,7 +120,7 @@ def _described(fields: Mapping[str, Any], known: Mapping[str, str], dtypes: Set[
         raise BadProgram(f"{name}: {str(dtype)[:60]!r} is not a dtype of its values")
     if rows not in get_args(Rows):
         raise BadProgram(f"{name}: rows must be one of {', '.join(get_args(Rows))}")
-    shape = _list(fields["shape"], f"{name}: shape")
+    shape = _list(fields["shape"], f"{name}: shape", _MAX_DIMENSIONS)
     for place, size in enumerate(shape):
         if type(size) is not int or not (0 <= size <= _MAX_SIZE or (size == ROWS and place == 0)):
             raise BadProgram(f"{name}: shape {str(shape)[:60]} is not sizes, with {ROWS} only in front")
@@ -225,7 +226,7 @@ def _fields(data: Any, where: str, names: set[str]) -> dict[str, Any]:
     return data
 
 
-def _list(data: Any, where: str) -> list[Any]:
-    if not isinstance(data, list) or len(data) > _MAX_VALUES:
-        raise BadProgram(f"{where}: must be a list of at most {_MAX_VALUES}")
+def _list(data: Any, where: str, max_values: int = _MAX_VALUES) -> list[Any]:
+    if not isinstance(data, list) or len(data) > max_values:
+        raise BadProgram(f"{where}: must be a list of at most {max_values}")
     return data

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait_disagg.graph.execute import Compiled, compile_program
+from plait_disagg.graph.execute import Compiled, compile_program, run_reference
 from plait_disagg.graph.inputs import Input, named_outputs
 from plait_disagg.graph.program import USER_OF, Node
-from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import collate, for_module, picked, sample
 from plait_disagg.graph.split import Halves
 from plait_disagg.tables.protocols import Tables

@@ -93,7 +93,7 @@ def read_items(features_path: Path, names_path: Path, inputs: Sequence[Input]) -
         if names is not None and not isinstance(names, list):
             raise PackageError(f"{names_path} is not a list of names")
         return StoredItems(Items(features=features, names=names), inputs)
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise PackageError(f"{features_path}: {error}") from error
 
 

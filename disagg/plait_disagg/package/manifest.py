@@ -125,7 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         raise PackageError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise PackageError(f"{path}: {error}") from error
 
 

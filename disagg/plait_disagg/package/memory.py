@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.execute import run_reference
 from plait_disagg.graph.inputs import OFFSETS, ports_of
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import ROWS, USER_OF, Node, Port, Program, Ref
-from plait_disagg.graph.reference import run_reference
 from plait_disagg.package.manifest import Manifest
 from plait_disagg.tables.protocols import LookupRequest
 

@@ -43,11 +43,10 @@ from plait_disagg.values import ModelCard
 
 @dataclass(frozen=True)
 class Package:
-    """An open folder. Whatever is expensive to load is loaded on first use. `ahead`: tables are read ahead."""
+    """An open folder. Whatever is expensive to load is loaded on first use."""
 
     folder: Path
     manifest: Manifest
-    ahead: bool = True
 
     def card(self, *, mode: str = "whole", version: str | None = None) -> ModelCard:
         """Return what clients must know about the model. `version`: that of a refresh; None: as packaged."""
@@ -65,9 +64,14 @@ class Package:
         )
 
     def sparse(self, tables: Tables | None = None) -> CompiledSparse:
-        """Load the CN half; with `tables` None, the folder's own, memory-mapped. Raises `PackageError`."""
+        """Load the CN half; with `tables` None, the folder's own, memory-mapped, and read ahead if there is room.
+
+        Raises `PackageError`.
+        """
         with self._blaming(CN):
             check_cn(self.cn, self.manifest, {table.name: table.dim for table in self.stored.tables})
+            if tables is None:
+                self.tables.read_ahead()
             served = tables or FusedTables(self.tables)
             program, left_out = without_rows(self.cn)
             known = {table.name: table for table in self.stored.tables}
@@ -92,12 +96,9 @@ class Package:
 
     @cached_property
     def tables(self) -> TableSet:
-        """The tables, memory-mapped and read ahead if there is room; a refresh writes to copies of their pages.
-
-        Raises `PackageError`.
-        """
+        """The tables, memory-mapped; a refresh writes to copies of their pages. Raises `PackageError`."""
         with self._blaming(TABLES) as path:
-            return open_tables(path, copy_on_write=True, ahead=self.ahead)
+            return open_tables(path, copy_on_write=True)
 
     @cached_property
     def stored(self) -> TableSet:
@@ -159,7 +160,7 @@ class Package:
             raise PackageError(said if str(path) in said else f"{path}: {said}") from error
 
 
-def open_package(folder: Path, *, ahead: bool = True) -> Package:
+def open_package(folder: Path) -> Package:
     """Open a package, verifying its files against their checksums (all but the tables). Raises `PackageError`."""
     manifest = read_manifest(folder)
     for name, digest in manifest.files.items():
@@ -172,7 +173,7 @@ def open_package(folder: Path, *, ahead: bool = True) -> Package:
     for name in (WHOLE, CN, HN, CONSTANTS, TABLES):
         if name not in manifest.files:
             raise PackageError(f"{folder} is no whole package: {name} is not listed")
-    return Package(folder=folder, manifest=manifest, ahead=ahead)
+    return Package(folder=folder, manifest=manifest)
 
 
 def without_rows(program: Program) -> tuple[Program, dict[str, str]]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from plait_disagg.graph.costs import Cuttable
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Ids, Input, range_of
 from plait_disagg.graph.program import USER_OF
 from plait_disagg.graph.sample_inputs import collate, sample
 from plait_disagg.graph.verify import ReturnsNan, module_outputs
-from plait_disagg.package.costing import Cuttable
 from plait_disagg.package.manifest import PackageError
 
 _SAMPLES = 8

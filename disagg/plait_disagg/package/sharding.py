@@ -36,7 +36,7 @@ class Sharding:
 def plan_of(package: Package, sharding: Sharding) -> ShardPlan:
     """Return who holds which piece of the package's tables. Raises `PackageError` if they do not fit."""
     stored = package.stored
-    formats = {part.table: group.format for group in stored.groups for part in group.slices}
+    formats = {name: place.group.format for name, place in stored.places.items()}
     program, ids, rows_of = package.cn, dict[str, float](), set[str]()
     bags = dict.fromkeys(flat_values(program).values(), _IDS_PER_BAG)
     sizes = value_bytes(program, candidates=package.manifest.cut.candidates, ids_per_bag=bags)
@@ -66,6 +66,6 @@ def identity(package: Package, plan: ShardPlan, shard: int) -> ShardIdentity:
 def remote_tables(package: Package, plan: ShardPlan, reach: Callable[[ShardIdentity], ShardTables]) -> ShardedTables:
     """Return the package's tables at shards, each made by `reach`. Reads no row."""
     stored = package.stored
-    formats = {part.table: group.format for group in stored.groups for part in group.slices}
+    formats = {name: place.group.format for name, place in stored.places.items()}
     shards = [reach(identity(package, plan, number)) for number in range(plan.shards)]
     return ShardedTables(stored.tables, formats, plan, shards)

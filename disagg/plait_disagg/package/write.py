@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.capture import Captured, capture
+from plait_disagg.graph.costs import Cuttable, cuttable, measured_problem
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.execute import run_reference
 from plait_disagg.graph.inputs import Input, check_bags
 from plait_disagg.graph.program import LOOKUP, USER_OF, Ref
-from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import id_sources
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
@@ -24,7 +25,6 @@ from plait_disagg.graph.tile import keeps_bits
 from plait_disagg.graph.verify import ReturnsNan, verify_halves
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import VERSION, card_payload
-from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.package.items import Items, owner_of, save_tensors, write_items
 from plait_disagg.package.manifest import (
     CN,
@@ -49,7 +49,7 @@ from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
-from plait_disagg.tables.values import Lookup, OutOfRange, RowFormat
+from plait_disagg.tables.values import OutOfRange, RowFormat, lookup_in
 from plait_disagg.values import ModelCard
 from plait_fabric import FrameTooLarge, MessageLimits
 from plait_fabric.layouts import LayoutError
@@ -130,7 +130,7 @@ def _write(
     )
     tables = FusedTables(open_tables(folder / TABLES))
     check_samples(module, ready, ids_per_bag=options.ids_per_bag)
-    problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
+    problem = measured_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
     halves = split(problem.program, CUTTERS[options.cutter](problem))
     at_hn = {port.name for port in halves.hn.constants}
     small = {rows_name(table): _as_stored(tables, table, rows[table]) for table in rows if rows_name(table) in at_hn}
@@ -258,5 +258,4 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
 
 def _as_stored(tables: FusedTables, name: str, rows: int) -> torch.Tensor:
     """Return all rows of a table as a lookup would."""
-    every = LookupRequest(lookup=Lookup(name=name, table=name, mode="rows"), ids=torch.arange(rows))
-    return tables.lookup([every])[0]
+    return tables.lookup([LookupRequest(lookup=lookup_in(name, "rows"), ids=torch.arange(rows))])[0]

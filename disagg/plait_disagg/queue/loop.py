@@ -28,26 +28,47 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T", bound=Item)
 
 
-class Inbox(Generic[T]):
-    """`WaitQueue` between threads: any thread puts, one thread takes batches."""
+class BatchLoop(Generic[T]):
+    """`WaitQueue` between threads: any thread puts, one takes batches and runs `work` on them. `work` reports the
+    outcomes itself, or raises before it reported any.
+
+    `wait_for_room` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
+    `downstream` looks at where batches go from here. `refuses`: see `WaitQueue`.
+    """
 
     def __init__(
         self,
-        knobs: WorkerKnobs,
-        pace: Pace,
-        clock: Callable[[], float],
+        work: Callable[[list[T]], None],
         *,
-        refuses: bool = True,
+        name: str,
+        knobs: WorkerKnobs,
+        clock: Callable[[], float],
+        wait_for_room: Callable[[], object] = lambda: None,
         downstream: Callable[[], Downstream] = Downstream,
+        refuses: bool = True,
     ) -> None:
-        """Create an empty inbox; see `BatchLoop` for the arguments."""
-        self.pace = pace
-        self._waiting: WaitQueue[T] = WaitQueue(knobs, pace, refuses=refuses)
+        """Start the thread at once."""
+        self._work = work
+        self._name = name
         self._clock = clock
+        self._wait_for_room = wait_for_room
         self._downstream = downstream
+        self.pace = Pace()
+        self._waiting: WaitQueue[T] = WaitQueue(knobs, self.pace, refuses=refuses)
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
-        self.refused = 0
+        self.heartbeat = ThreadHeartbeat(clock)
+        self._batch_lock = threading.Lock()
+        self._abandoned: RankError | None = None
+        self.batches = self.items = self.rows = self.refused = 0
+        self.queued_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is running."""
+        return self._thread.is_alive()
 
     @property
     def waiting(self) -> int:
@@ -75,17 +96,14 @@ class Inbox(Generic[T]):
             self._waiting.add(item)
             self._changed.notify()
 
-    def put_again(self, item: T) -> bool:
-        """Put back an item that was taken before: there is always room for it. After `close` fail it and return
-        False."""
+    def put_again(self, item: T) -> None:
+        """Put back an item that was taken before: there is always room for it. After `close` fail it."""
         with self._changed:
-            closed = self._closed
-            if not closed:
+            if not self._closed:
                 self._waiting.add(item)
                 self._changed.notify()
-        if closed:
-            item.fail(WorkerUnavailable("the worker is stopping"))
-        return not closed
+                return
+        item.fail(WorkerUnavailable("the worker is stopping"))
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
         """Apply new knobs from the next item, and the next batch, on; waiting items keep their place."""
@@ -97,19 +115,6 @@ class Inbox(Generic[T]):
         with self._changed:
             self._closed = True
             self._changed.notify()
-
-    def take(self) -> list[T] | None:
-        """Wait for items and take a batch, empty if none of them needs work; return None after the last one."""
-        with self._changed:
-            while (wait_s := self._wait_s()) != 0:
-                self._changed.wait(wait_s)
-            taken = self._waiting.take(self._clock(), self._downstream()) if len(self._waiting) else None
-        if taken is None:
-            return None
-        self.saw_given_up(taken.late)
-        for item in taken.late:
-            item.fail(too_late(item, self._clock()))
-        return taken.batch
 
     def saw_given_up(self, items: Iterable[T]) -> None:
         """Record items on which the work was wasted: they were too late, here or downstream."""
@@ -127,55 +132,6 @@ class Inbox(Generic[T]):
         for item in items:
             if item.due_s is not None and (now_s > item.due_s or not item.gone):
                 self.pace.saw_end(in_time=now_s <= item.due_s)
-
-    def _wait_s(self) -> float | None:
-        """Return how long to wait for more items: 0 for not at all, None until the first arrives. Needs the lock."""
-        waiting = self._waiting
-        if self._closed:
-            return 0
-        if not len(waiting):
-            return None
-        if not waiting.knobs.batch_wait_ms or waiting.rows >= waiting.knobs.largest_batch_rows:
-            return 0
-        return max(0.0, waiting.begins_s - self._clock())
-
-
-class BatchLoop(Inbox[T]):
-    """An inbox that empties itself: runs `work` on its batches, one thread at a time. `work` reports the outcomes
-    itself, or raises before it reported any.
-
-    `wait_for_room` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
-    `downstream` looks at where batches go from here. `refuses`: see `WaitQueue`.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[list[T]], None],
-        *,
-        name: str,
-        knobs: WorkerKnobs,
-        clock: Callable[[], float],
-        wait_for_room: Callable[[], None] = lambda: None,
-        downstream: Callable[[], Downstream] = Downstream,
-        refuses: bool = True,
-    ) -> None:
-        """Start the thread at once."""
-        super().__init__(knobs, Pace(), clock, refuses=refuses, downstream=downstream)
-        self._work = work
-        self._name = name
-        self._wait_for_room = wait_for_room
-        self.heartbeat = ThreadHeartbeat(clock)
-        self._batch_lock = threading.Lock()
-        self._abandoned: RankError | None = None
-        self.batches = self.items = self.rows = 0
-        self.queued_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread.is_alive()
 
     def run_here(self, item: T) -> bool:
         """Process the item on the calling thread if nothing else is waiting or running; return False if it was not
@@ -220,7 +176,7 @@ class BatchLoop(Inbox[T]):
         free_s = 0.0  # since when it could have taken the next batch, if one waited
         while True:
             self._wait_for_room()
-            batch = self.take()
+            batch = self._take()
             if batch is None:
                 return
             knobs = self._waiting.knobs  # after the wait: a change holds from the next batch on
@@ -234,6 +190,30 @@ class BatchLoop(Inbox[T]):
             elif batch:
                 with self._batch_lock:
                     free_s = self._run_batch(batch, free_s)
+
+    def _take(self) -> list[T] | None:
+        """Wait for items and take a batch, empty if none of them needs work; return None after the last one."""
+        with self._changed:
+            while (wait_s := self._wait_s()) != 0:
+                self._changed.wait(wait_s)
+            taken = self._waiting.take(self._clock(), self._downstream()) if len(self._waiting) else None
+        if taken is None:
+            return None
+        self.saw_given_up(taken.late)
+        for item in taken.late:
+            item.fail(too_late(item, self._clock()))
+        return taken.batch
+
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for more items: 0 for not at all, None until the first arrives. Needs the lock."""
+        waiting = self._waiting
+        if self._closed:
+            return 0
+        if not len(waiting):
+            return None
+        if not waiting.knobs.batch_wait_ms or waiting.rows >= waiting.knobs.largest_batch_rows:
+            return 0
+        return max(0.0, waiting.begins_s - self._clock())
 
     def _run_batch(self, batch: list[T], free_s: float) -> float:
         """Return when the next batch could be taken if one is already waiting, otherwise 0.

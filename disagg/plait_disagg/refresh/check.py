@@ -13,8 +13,8 @@ from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.update import Update, UpdatedRows
 from plait_disagg.tables.formats import LAYOUTS, decode_rows, encode_rows
-from plait_disagg.tables.storage import TableSet
-from plait_disagg.tables.values import RowFormat, Table, TableGroup
+from plait_disagg.tables.storage import TablePlace, TableSet
+from plait_disagg.tables.values import Table
 
 RowWrites = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By group: the rows of its matrix, (k,) int64, ascending, and their new contents, (k, columns)."""
@@ -63,19 +63,14 @@ def _check_constants(package: Package, update: Update) -> None:
 
 def stored_rows(update: Update, tables: TableSet) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the update's rows as the groups' matrices store them; see `RowWrites`."""
-    known = {table.name: table for table in tables.tables}
+    places = tables.places
     pieces: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for name in update.rows:
-        if name not in known:
-            raise BadUpdate(f"rows.{name}", f"the package has no such table; it has {', '.join(sorted(known))}"[:500])
-    for group in tables.groups:
-        for part in group.slices:
-            rows = update.rows.get(part.table)
-            if rows is not None:
-                _check_ids(known[part.table], rows)
-                pieces.setdefault(group.name, []).append(
-                    (rows.ids + part.first, _encoded(known[part.table], rows, group.format, group))
-                )
+    for name, rows in update.rows.items():
+        place = places.get(name)
+        if place is None:
+            raise BadUpdate(f"rows.{name}", f"the package has no such table; it has {', '.join(sorted(places))}"[:500])
+        _check_ids(place.table, rows)
+        pieces.setdefault(place.group.name, []).append((rows.ids + place.first, _encoded(place, rows)))
     return {group: _ascending(some) for group, some in pieces.items()}
 
 
@@ -83,15 +78,13 @@ def decoded_rows(update: Update, tables: TableSet, names: Collection[str]) -> Ro
     """Return the update's rows of those tables in float32, with the bits that a lookup would give. Raises
     `BadUpdate`."""
     mine = replace(update, rows={name: rows for name, rows in update.rows.items() if name in names})
-    written = stored_rows(mine, tables)
+    written, places = stored_rows(mine, tables), tables.places
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for group in tables.groups:
-        for part in group.slices:
-            if part.table in mine.rows:
-                ids, rows = written[group.name]
-                here = (ids >= part.first) & (ids < part.first + part.rows)
-                decoded = decode_rows(rows[here], group.format)
-                found[part.table] = ids[here] - part.first, decoded
+    for name in mine.rows:
+        place = places[name]
+        ids, rows = written[place.group.name]
+        here = (ids >= place.first) & (ids < place.first + place.table.rows)
+        found[name] = ids[here] - place.first, decode_rows(rows[here], place.group.format)
     return found
 
 
@@ -106,10 +99,10 @@ def _check_ids(table: Table, rows: UpdatedRows) -> None:
         raise BadUpdate(where, "an id is there twice")
 
 
-def _encoded(table: Table, given: UpdatedRows, row_format: RowFormat, group: TableGroup) -> torch.Tensor:
+def _encoded(place: TablePlace, given: UpdatedRows) -> torch.Tensor:
     """Encode rows as the group stores them. Stored rows must not hold NaN either: int8 rows have a scale and a bias."""
-    where, rows = f"rows.{table.name}.rows", given.rows
-    layout = LAYOUTS[row_format]
+    table, group, row_format = place.table, place.group, place.group.format
+    where, rows, layout = f"rows.{table.name}.rows", given.rows, LAYOUTS[row_format]
     count, columns = given.ids.numel(), group.dim + layout.extra_columns
     if rows.dtype == torch.float32 and tuple(rows.shape) == (count, table.dim):
         _check_finite(where, rows)

@@ -107,7 +107,7 @@ def open_live(
 
     Raises `PackageError`.
     """
-    package = open_package(folder, ahead=tables is None and pieces is None)
+    package = open_package(folder)
     sharded = None if tables is None else tables(package)
     live = LivePackage(
         package,

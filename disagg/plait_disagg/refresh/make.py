@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.capture import capture
+from plait_disagg.graph.costs import cuttable
 from plait_disagg.graph.store import dump_program
-from plait_disagg.package.costing import cuttable
 from plait_disagg.package.manifest import NAME
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.check import checked

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -51,8 +52,8 @@ _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.item
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A mapped file: tensors by name, which read the file's pages, where each begins in the file, and its stored
-    strings.
+    """A mapped file: tensors by name, which read the file's pages, where each begins in the file, its stored strings,
+    and the mapping.
 
     `is_writable`: tensors may be written to, visible only to this process.
     """
@@ -60,6 +61,7 @@ class Container:
     tensors: Mapping[str, torch.Tensor]
     starts: Mapping[str, int]
     metadata: Mapping[str, str]
+    mapping: mmap.mmap
     is_writable: bool = False
 
 
@@ -92,8 +94,8 @@ def write_container(
         partial.unlink(missing_ok=True)
 
 
-def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> Container:
-    """Map the file, reading only its header; with `ahead`, read the rest in the background if it fits.
+def map_container(path: Path, *, copy_on_write: bool = False) -> Container:
+    """Map the file, reading only its header.
 
     While the tensors are alive, truncating the file or writing to them makes the kernel kill the process. With
     `copy_on_write` they may be written to, where the system allows it (`Container.is_writable`); the file and other
@@ -106,13 +108,11 @@ def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = Fals
         mapping, is_writable = _mapped(file, size, copy_on_write=copy_on_write)
     if size >= _READ_AHEAD_BELOW_BYTES:
         mapping.madvise(mmap.MADV_RANDOM)
-        if ahead:
-            read_ahead(path, mapping)
     tensors, starts = {}, {}
     for name, (dtype, shape) in entries.items():
         starts[name], tensors[name] = start, _tensor(mapping, start, dtype, shape)
         start += tensors[name].nbytes
-    return Container(tensors=tensors, starts=starts, metadata=metadata, is_writable=is_writable)
+    return Container(tensors=tensors, starts=starts, metadata=metadata, mapping=mapping, is_writable=is_writable)
 
 
 def _mapped(file: BinaryIO, size: int, *, copy_on_write: bool) -> tuple[mmap.mmap, bool]:
@@ -168,26 +168,17 @@ _MADV_POPULATE_READ = 22
 
 
 def read_ahead(path: Path, mapping: mmap.mmap) -> threading.Thread | None:
-    """Read the file and map its pages on a separate thread, which is returned; None if the file is too large.
+    """Read the file and map its pages on a separate thread, which is returned; None if the file is too large, or so
+    small that lookups have soon read it.
 
     A newly started server would spend its first seconds under load on page faults, which bring in one page each, and on
     the disk where the file is not in the page cache.
     """
-    if len(mapping) > _SHARE * available_bytes():
+    if not _READ_AHEAD_BELOW_BYTES <= len(mapping) <= _SHARE * psutil.virtual_memory().available:
         return None
     thread = threading.Thread(target=_read, args=(path, mapping), name=f"read ahead {path.name}", daemon=True)
     thread.start()
     return thread
-
-
-def available_bytes() -> int:
-    """Return the bytes of memory available without swapping according to /proc/meminfo; 0 where it does not exist."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    found = dict(line.split(":", 1) for line in lines)
-    return 1024 * int(found.get("MemAvailable", "0 kB").split()[0])
 
 
 def _read(path: Path, mapping: mmap.mmap) -> None:

@@ -34,15 +34,6 @@ _LAYOUT_NUMBERS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """Location of a table's rows."""
-
-    table: Table
-    group: TableGroup
-    first: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _FusedLayout:
     """What follows from the number of ids and offsets of each part: n ids and m offsets in all, end to end, ids
     first. A request has `parts` of them, one after the other.
@@ -104,12 +95,7 @@ class FusedTables:
         each batch of one."""
         self._stored = stored
         self._max_plans, self._max_numbers = max_plans, max_numbers
-        tables = {table.name: table for table in stored.tables}
-        self._places = {
-            part.table: _Place(tables[part.table], group, part.first)
-            for group in stored.groups
-            for part in group.slices
-        }
+        self._places = stored.places
         self._plans: dict[tuple[int, ...], tuple[tuple[Lookup, ...], tuple[_LookupBatch, ...]]] = {}
         """By the identities of a sequence of lookups: these, which it keeps alive, and their batches."""
 

@@ -6,7 +6,7 @@ a row lie between others, so they are copied once, or the shard would keep all o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,10 +36,10 @@ class HeldPieces:
 
     def __init__(self, stored: TableSet, pieces: Sequence[TablePiece]) -> None:
         """Take the pieces from `stored`; columns are copied now."""
-        homes = {part.table: (group, part.first) for group in stored.groups for part in group.slices}
+        homes = stored.places
         together: dict[str, list[TablePiece]] = {}
         for piece in pieces:
-            group, _ = homes[piece.table]
+            group = homes[piece.table].group
             is_view = piece.columns == group.dim
             name = group.name if is_view else f"{group.format}_{piece.columns}_columns"
             together.setdefault(name, []).append(piece)
@@ -47,7 +47,7 @@ class HeldPieces:
         groups: list[TableGroup] = []
         matrices: dict[str, torch.Tensor] = {}
         for name, some in together.items():
-            group, _ = homes[some[0].table]
+            group = homes[some[0].table].group
             columns, is_view, slices = some[0].columns, name in stored.matrices, list[GroupSlice]()
             if is_view:
                 matrix = stored.matrices[name]
@@ -55,8 +55,8 @@ class HeldPieces:
                 layout, rows = LAYOUTS[group.format], sum(piece.rows for piece in some)
                 matrix = torch.empty(rows, columns + layout.extra_columns, dtype=layout.dtype)
             for piece in some:
-                source, source_first = homes[piece.table]
-                source_first += piece.first_row
+                home = homes[piece.table]
+                source, source_first = home.group, home.first + piece.first_row
                 first = source_first if is_view else sum(part.rows for part in slices)
                 if not is_view:
                     whole = stored.matrices[source.name][source_first : source_first + piece.rows]
@@ -73,9 +73,9 @@ class HeldPieces:
         self._pooled = FusedTables(TableSet(tables=tables, groups=tuple(groups), matrices=matrices))
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> Set[str]:
         """The names of the pieces."""
-        return frozenset(self._places)
+        return self._places.keys()
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """Look up as `ShardTables` defines. Raises `BadId`, ValueError."""

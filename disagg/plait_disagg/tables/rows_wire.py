@@ -12,7 +12,7 @@ What each side says of itself in its greeting must add up (`ShardIdentity`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ import torch
 
 from plait_disagg.tables.plan import ShardPlan
 from plait_disagg.tables.protocols import LookupRequest
-from plait_disagg.tables.values import Lookup, Mode
+from plait_disagg.tables.values import Mode, lookup_in
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.layouts import Layout, RowCounts, pack, parse_layout, unpack
 from plait_fabric.rpc.fields import Header, WireError, entries, integer, text
@@ -139,8 +139,8 @@ def failed_header(number: int, why: str) -> dict[str, Any]:
     return {"kind": "failed", "number": number, "why": why[:1_000]}
 
 
-def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup]) -> RowsRequest:
-    """Parse a lookup; `lookups` has those that a shard serves. Raises `WireError`."""
+def parse_requests(message: Message, pieces: Set[str]) -> RowsRequest:
+    """Parse a lookup in some of the `pieces` that a shard has. Raises `WireError`."""
     header = message.header
     if header.get("kind") != "rows":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
@@ -157,10 +157,10 @@ def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup])
     for (piece, mode, _, bags, weighted), mine, ends, each in zip(asks, ids, offsets, weights, strict=True):
         if bags >= 0 and (int(ends[0]) or int(ends[-1]) != len(mine) or bool((ends.diff() < 0).any())):
             raise WireError(f"the offsets of piece {piece[:200]!r} do not fit its ids")
-        lookup = lookups.get((piece, mode))
-        if lookup is None:
+        if piece not in pieces:
             missing = missing or piece
             continue
+        lookup = lookup_in(piece, mode)
         some_offsets, some_weights = (ends if bags >= 0 else None), (each if weighted else None)
         requests.append(LookupRequest(lookup=lookup, ids=mine, offsets=some_offsets, weights=some_weights))
     return RowsRequest(number=number, version=version, requests=requests, missing=missing)

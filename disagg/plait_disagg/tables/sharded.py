@@ -19,7 +19,7 @@ from plait_disagg.tables.formats import LAYOUTS, decode_rows, pool
 from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.plan import ShardPlan, TablePiece
 from plait_disagg.tables.protocols import LookupRequest, ShardTables
-from plait_disagg.tables.values import Lookup, Mode, RowFormat, Table
+from plait_disagg.tables.values import RowFormat, Table, lookup_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,6 @@ class ShardedTables:
         self._formats = formats
         self._pieces = {table.name: plan.of_table(table.name) for table in tables}
         self._shards = shards
-        self._lookups: dict[tuple[str, Mode], Lookup] = {}
         self.version = ""
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
@@ -64,17 +63,11 @@ class ShardedTables:
 
     def _part(self, request: LookupRequest, piece: TablePiece, table: Table) -> _Part:
         if piece.rows == table.rows:
-            return _Part(piece, replace(request, lookup=self._lookup(piece, request.lookup.mode)), None)
+            return _Part(piece, replace(request, lookup=lookup_in(piece.name, request.lookup.mode)), None)
         ids = request.ids.numpy()
         keep = (ids >= piece.first_row) & (ids < piece.first_row + piece.rows)
         own = torch.from_numpy(ids[keep] - piece.first_row)
-        return _Part(piece, LookupRequest(lookup=self._lookup(piece, "rows"), ids=own), keep)
-
-    def _lookup(self, piece: TablePiece, mode: Mode) -> Lookup:
-        found = self._lookups.get((piece.name, mode))
-        if found is None:
-            found = self._lookups[piece.name, mode] = Lookup(name=f"{piece.name}.{mode}", table=piece.name, mode=mode)
-        return found
+        return _Part(piece, LookupRequest(lookup=lookup_in(piece.name, "rows"), ids=own), keep)
 
     def _ask_shards(self, parts: Sequence[_Part]) -> list[torch.Tensor]:
         """Send one lookup to each shard that has ids; return the values in the order of `parts`."""

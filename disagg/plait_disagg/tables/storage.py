@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeVar, get_args
 
 import torch
 from pydantic import BaseModel, ValidationError
 
-from plait_disagg.tables.container import map_container, write_container
+from plait_disagg.tables.container import map_container, read_ahead, write_container
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.formats import LAYOUTS, encode_rows
 from plait_disagg.tables.values import Count, GroupSlice, OutOfRange, RowFormat, Table, TableGroup, row_bytes
@@ -46,17 +47,38 @@ class _Description(BaseModel):
     groups: tuple[_DescribedGroup, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TablePlace:
+    """Where a table's rows are: in the matrix of its group, from row `first` on."""
+
+    table: Table
+    group: TableGroup
+    first: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSet:
     """Tables and their rows.
 
     `matrices`: by group name, (rows of the group, columns) as in `formats.LAYOUTS`; read-only unless `is_writable`.
+    `read_ahead` reads the rest of their file in the background, if there is one and it fits.
     """
 
     tables: tuple[Table, ...]
     groups: tuple[TableGroup, ...]
     matrices: Mapping[str, torch.Tensor]
     is_writable: bool = False
+    read_ahead: Callable[[], object] = lambda: None
+
+    @property
+    def places(self) -> dict[str, TablePlace]:
+        """The places of all tables, by name."""
+        tables = {table.name: table for table in self.tables}
+        return {
+            part.table: TablePlace(tables[part.table], group, part.first)
+            for group in self.groups
+            for part in group.slices
+        }
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +136,13 @@ def write_tables(
     return groups
 
 
-def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> TableSet:
+def open_tables(path: Path, *, copy_on_write: bool = False) -> TableSet:
     """Map a file of tables, reading only its header.
 
-    See `container.map_container` for `copy_on_write`, `ahead` and what must not be done to the file. Raises
-    `BadTableFile`, FileNotFoundError.
+    See `container.map_container` for `copy_on_write` and what must not be done to the file. Raises `BadTableFile`,
+    FileNotFoundError.
     """
-    container = map_container(path, copy_on_write=copy_on_write, ahead=ahead)
+    container = map_container(path, copy_on_write=copy_on_write)
     try:
         described = _Description.model_validate_json(container.metadata.get(_KEY, ""), strict=True)
     except ValidationError as error:
@@ -139,7 +161,11 @@ def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False)
         if tuple(matrix.shape) != _matrix_shape(group) or matrix.dtype != LAYOUTS[group.format].dtype:
             raise BadTableFile(path, group.name, f"{tuple(matrix.shape)} {matrix.dtype} is not what its group says")
     return TableSet(
-        tables=tuple(tables.values()), groups=groups, matrices=container.tensors, is_writable=container.is_writable
+        tables=tuple(tables.values()),
+        groups=groups,
+        matrices=container.tensors,
+        is_writable=container.is_writable,
+        read_ahead=partial(read_ahead, path, container.mapping),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -62,6 +63,12 @@ class Lookup:
     name: str
     table: str
     mode: Mode
+
+
+@lru_cache(maxsize=4_096)
+def lookup_in(table: str, mode: Mode) -> Lookup:
+    """Return the lookup of that kind in a table, the same object each time: tables know lookups by identity."""
+    return Lookup(name=f"{table}.{mode}", table=table, mode=mode)
 
 
 def row_bytes(dim: int, format: RowFormat) -> int:  # noqa: A002  (the word of the field)

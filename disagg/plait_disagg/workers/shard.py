@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 import torch
 
@@ -26,7 +25,6 @@ from plait_disagg.tables.rows_wire import (
     pack_found,
     parse_requests,
 )
-from plait_disagg.tables.values import Lookup, Mode
 from plait_disagg.workers.base import BatchBoundary, ServedWorker
 from plait_fabric import Listener, Message
 from plait_fabric.rpc.server import Peer, ServerProtocol
@@ -49,12 +47,6 @@ class ShardWorker(ServedWorker):
         """Start serving at once."""
         self._pieces = pieces
         self._version = version
-        # Tables may remember lookups by identity, so each one is made once.
-        self._lookups = {
-            (name, mode): Lookup(name=f"{name}.{mode}", table=name, mode=mode)
-            for name in pieces.names
-            for mode in get_args(Mode)
-        }
         self._between = BatchBoundary()
         self.heartbeat = ThreadHeartbeat()
         self._count = self._ids = self._bytes = self._others = self._waiting = 0
@@ -103,7 +95,7 @@ class ShardWorker(ServedWorker):
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         with message:
-            request = parse_requests(message, self._lookups)
+            request = parse_requests(message, self._pieces.names)
             try:
                 values = self._look_up(request)
             except Exception as error:

@@ -11,7 +11,6 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.values import ModelCard
 from plait_disagg.workers.base import LocalCore
-from plait_disagg.workers.ranker import CoreRanker
 
 
 class WholeCore(LocalCore):
@@ -43,13 +42,3 @@ class WholeCore(LocalCore):
             self._busy_s += ended_s - began_s
             lookup_ms, dense_ms = (looked_up_s - began_s) * 1e3, (ended_s - looked_up_s) * 1e3
             self._answer(jobs, outputs, began_s, version=self.card.version, lookup_ms=lookup_ms, dense_ms=dense_ms)
-
-
-class WholeRanker(CoreRanker):
-    """A `Ranker` that computes in this process."""
-
-    def __init__(
-        self, card: ModelCard, sparse: SparseHalf, dense: DenseHalf, *, knobs: WorkerKnobs | None = None
-    ) -> None:
-        """Start a `WholeCore` with these arguments."""
-        super().__init__(WholeCore(card, sparse, dense, knobs=knobs))

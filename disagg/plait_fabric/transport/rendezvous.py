@@ -4,7 +4,7 @@ The socket file has mode 0600 in a folder of mode 0700 that belongs to us, and t
 for the peer's user id. A file that a killed listener left behind is recognised (nothing answers)
 and replaced.
 
-After the handshake of `auth.py` the server's last packet carries its segment; the client answers with its own.
+After the handshake of `greeting.py` the server's last packet carries its segment; the client answers with its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from tempfile import mkdtemp
 from plait_fabric.errors import AddressInUse, AuthFailed, BadAddress, PeerLost, ProtocolViolation, Unreachable
 from plait_fabric.memory.segment import closing, map_segment
 from plait_fabric.transport.acceptor import Listener
-from plait_fabric.transport.auth import PROOF_BYTES
-from plait_fabric.transport.greeting import HUNG_UP, Greeting, authenticate, introduce, meet
+from plait_fabric.transport.greeting import HUNG_UP, PROOF_BYTES, Greeting, authenticate, introduce, meet
 from plait_fabric.transport.shm import ShmChannel, segment_with_ring
 from plait_fabric.values import Address, FabricOptions
 from plait_fabric.waiting import Deadline
@@ -56,8 +55,8 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
 
 def _join(sock: socket.socket, peer: str, secret: bytes, options: FabricOptions) -> Greeting[ShmChannel]:
     """Authenticate, map the listener's segment and pass ours."""
-    handshake = yield from introduce(sock, secret, "shm")
-    incoming = yield from _receive_segment(sock, PROOF_BYTES, handshake.verify)
+    check = yield from introduce(sock, secret, "shm")
+    incoming = yield from _receive_segment(sock, PROOF_BYTES, check)
     outgoing = _pass_segment(sock, _REGISTER, options)
     return ShmChannel(control=sock, outgoing=outgoing, incoming=incoming, peer=peer, options=options)
 

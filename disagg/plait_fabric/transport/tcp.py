@@ -31,10 +31,9 @@ from plait_fabric.errors import (
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Channel
 from plait_fabric.transport.acceptor import Listener
-from plait_fabric.transport.auth import PROOF_BYTES
 from plait_fabric.transport.base import ChannelBase
 from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_message_head
-from plait_fabric.transport.greeting import Greeting, authenticate, introduce, meet, receive
+from plait_fabric.transport.greeting import PROOF_BYTES, Greeting, authenticate, introduce, meet, receive
 from plait_fabric.transport.staging import Part, part_view
 from plait_fabric.transport.stream import FrameReader, StreamFrame
 from plait_fabric.values import Address, FabricOptions, Message, Scheme
@@ -246,8 +245,8 @@ def dial(address: Address, secret: bytes, deadline: Deadline) -> socket.socket:
         raise Unreachable(f"nobody listens at {address}: {error}") from error
 
     def greet() -> Greeting[None]:
-        handshake = yield from introduce(sock, secret, address.scheme)
-        handshake.verify((yield from receive(sock, PROOF_BYTES)))
+        check = yield from introduce(sock, secret, address.scheme)
+        check((yield from receive(sock, PROOF_BYTES)))
 
     try:
         sock.setblocking(False)

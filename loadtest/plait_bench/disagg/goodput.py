@@ -22,7 +22,9 @@ from plait_bench.disagg.peer import HEADERS, SEED, BenchServer, body, compare, s
 from plait_bench.errors import SystemFailed
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
-from plait_disagg.package import Package, PackageError, PackageOptions, open_package, write_package
+from plait_disagg.package.manifest import PackageError
+from plait_disagg.package.read import Package, open_package
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.values import RankRequest
 from plait_loadtest.capacity import (
     RETRIED,

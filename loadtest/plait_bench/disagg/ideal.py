@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 
 from plait_bench.benchmark import said, started
-from plait_disagg.package import Package, open_package
+from plait_disagg.package.read import Package, open_package
 from plait_disagg.protocols import SparseHalf
 from plait_disagg.values import RankRequest
 from plait_kernels.threads import set_threads

@@ -20,7 +20,7 @@ from typing import Any
 from plait_bench.benchmark import said, started
 from plait_bench.disagg.peer import announce
 from plait_bench.errors import SystemFailed
-from plait_disagg.package import Package, open_package
+from plait_disagg.package.read import Package, open_package
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers.cn import CnCore
@@ -28,7 +28,7 @@ from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteCore
-from plait_disagg.workers.whole import WholeCore, WholeRanker
+from plait_disagg.workers.whole import WholeCore
 from plait_fabric import connect, listen, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_serving.deployments.fabric_endpoints import FABRIC
@@ -47,7 +47,7 @@ atexit.register(_CHILDREN.close)
 def whole(package: Package, threads: int) -> Ranker:
     """Open a ranker with both halves in this process."""
     knobs = WorkerKnobs(threads=threads)
-    return WholeRanker(package.card(), package.sparse(), package.dense(prepares=True), knobs=knobs)
+    return CoreRanker(WholeCore(package.card(), package.sparse(), package.dense(prepares=True), knobs=knobs))
 
 
 def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:

@@ -13,7 +13,8 @@ from plait_disagg.graph.program import USER_OF
 from plait_disagg.messages.check import check_request
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
-from plait_disagg.package import PackageOptions, open_package, write_package
+from plait_disagg.package.read import open_package
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.queue.batch import user_of
 
 _MODELS = ("rm3", "mlperf-dcnv2", "rm1", "rm2")

@@ -331,7 +331,7 @@ def _package(folder: Path, key: str) -> CheckResult:
         from plait_disagg.package.read import open_package
 
         if not changed:
-            open_package(folder, ahead=False)
+            open_package(folder)
     except PackageError as error:
         wrong = str(error)
     except ImportError:  # another check says so
@@ -357,7 +357,7 @@ def _shards(name: str, folder: Path, section: ShardsSection) -> CheckResult:
     advice = "more shards (cn.shards.count), or more memory for each (cn.shards.memory_gb)"
     try:
         sharding = Sharding(shards=section.count, memory_bytes=section.memory_bytes)
-        held = plan_of(open_package(folder, ahead=False), sharding).held_bytes
+        held = plan_of(open_package(folder), sharding).held_bytes
     except PackageError as error:
         return finding("shards", False, f"{name}: {error}", advice)
     here = available_memory_bytes()

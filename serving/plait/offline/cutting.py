@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from plait.errors import PlaitError, told
 from plait_disagg.graph.capture import capture
+from plait_disagg.graph.costs import Cuttable, cuttable, measured_problem, offered
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import GraphError
 from plait_disagg.graph.inputs import check_bags
@@ -16,7 +17,6 @@ from plait_disagg.graph.report import CANDIDATES, CutReport, cut_report
 from plait_disagg.graph.small_tables import placed
 from plait_disagg.models.configs import CONFIGS, build
 from plait_disagg.models.configs import ids_per_bag as ids_per_bag_of
-from plait_disagg.package.costing import Cuttable, cut_problem, cuttable, offered
 from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.package.sharding import Sharding, plan_of
@@ -41,7 +41,7 @@ def dealt_tables(folder: Path, shards: int) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise PlaitError(f"{folder} is no folder of a packaged model, and only a package's tables are dealt to shards")
     with told(PackageError):
-        plan = plan_of(open_package(folder, ahead=False), Sharding(shards=shards))
+        plan = plan_of(open_package(folder), Sharding(shards=shards))
     pieces = ([piece.name for piece in plan.of_shard(number)] for number in range(plan.shards))
     dealt = zip(plan.held_bytes, plan.read_bytes, pieces, strict=True)
     return [{"held_bytes": held, "read_bytes": read, "pieces": names} for held, read, names in dealt]
@@ -104,7 +104,7 @@ def _cut(
     ready: Cuttable, tables: Tables, cutter: str, candidates: int, ids_per_bag: Mapping[str, int]
 ) -> tuple[Program, frozenset[str]]:
     """Compute the cut, with times measured on this machine, and return it with the program."""
-    problem = cut_problem(ready, tables, candidates=candidates, ids_per_bag=ids_per_bag)
+    problem = measured_problem(ready, tables, candidates=candidates, ids_per_bag=ids_per_bag)
     nodes = CUTTERS[cutter](problem)
     program = placed(problem.program, nodes)
     return program, nodes & {node.name for node in program.nodes}

@@ -10,7 +10,8 @@ from typing import Any
 from plait.errors import PlaitError, told
 from plait_disagg.package.manifest import PackageError
 from plait_disagg.refresh.live_package import LivePackage, open_live
-from plait_disagg.workers.whole import WholeRanker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.whole import WholeCore
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService, ServedRanker
@@ -27,7 +28,7 @@ async def _ask(live: LivePackage, body: Mapping[str, Any]) -> Mapping[str, Any]:
     import httpx2
 
     assert live.sparse is not None
-    ranker = WholeRanker(live.card(), live.sparse, live.dense[live.dense_version])
+    ranker = CoreRanker(WholeCore(live.card(), live.sparse, live.dense[live.dense_version]))
     models = {live.package.manifest.name: ServedRanker(ranker=ranker, items=live.package.items)}
     app = create_app(None, HttpSettings(), ranking=LocalRankingService(models))
     try:

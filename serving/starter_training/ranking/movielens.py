@@ -25,8 +25,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
-from plait_disagg.package import PackageOptions, open_package, write_package
 from plait_disagg.package.items import Items
+from plait_disagg.package.read import open_package
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.ranking.picks import Match
 from starter_training.ranking.movielens_data import AGES, MovieLens, RatingSession, read_movielens

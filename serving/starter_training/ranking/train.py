@@ -22,7 +22,8 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 
-from plait_disagg.package import Items, PackageOptions, write_package
+from plait_disagg.package.items import Items
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, Picks, build, item_names, items
 from starter_training.ranking.clicks import Clicks, make_clicks
 from starter_training.ranking.films import FilmCatalog, make_catalog

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from plait_disagg.package import Package
+from plait_disagg.package.read import Package
 from support import refresh
 from support.rank_fabric import Rig
 

@@ -81,25 +81,13 @@ def bind(node: fx.Node) -> Call:
 
 
 def functional_name(node: fx.Node) -> str:
-    """Return the overload's name or, for an operator that changes its operand in place, its functional equivalent's.
-
-    Raises `UnsupportedOperator` if another reader could see the change.
-    """
+    """Return the overload's name or, for an operator that changes its operand in place, its functional equivalent's:
+    nobody else sees such a change (`changes_what_is_seen`)."""
     target: Any = node.target
     name = str(target)
     if name == "aten.detach_.default":  # changes no data; stands behind every tensor literal
         return "aten.detach.default"
-    if not target._schema.is_mutable:
-        return _plain(_contiguous_clone(node, name))
-    functional = _plain(functional_base(name))
-    source = node.args[0] if node.args else None
-    private = isinstance(source, fx.Node) and len(source.users) == 1 and source.op == "call_function"
-    operator = VOCABULARY.get(str(source.target)) if private and isinstance(source, fx.Node) else None
-    if operator is not None and operator.view:
-        private = False
-    if functional == name or not private:
-        raise UnsupportedOperator(name, "it changes a value in place that may be read elsewhere: write it out of place")
-    return functional
+    return _plain(functional_base(name) if target._schema.is_mutable else _contiguous_clone(node, name))
 
 
 def functional_base(name: str) -> str:
@@ -110,11 +98,13 @@ def functional_base(name: str) -> str:
 
 def changes_what_is_seen(node: fx.Node) -> bool:
     """Return whether an operator changes a value in place that another reader could see."""
-    if not node.target._schema.is_mutable:  # type: ignore[union-attr]
+    target: Any = node.target
+    name, source = str(target), node.args[0] if node.args else None
+    if not target._schema.is_mutable or name == "aten.detach_.default":
         return False
-    try:
-        functional_name(node)
-    except UnsupportedOperator:
+    private = isinstance(source, fx.Node) and len(source.users) == 1 and source.op == "call_function"
+    operator = VOCABULARY.get(str(source.target)) if isinstance(source, fx.Node) else None
+    if not private or (operator is not None and operator.view) or functional_base(name) == name:
         return True
     return not node.users and any(len(read.users) > 1 for read in node.all_input_nodes)
 

@@ -142,17 +142,12 @@ class Exported:
         self._row_counts = {str(symbol) for symbol in self._row_symbols}
 
     def live_nodes(self) -> Iterator[fx.Node]:
-        """Return the nodes that the outputs need, in order.
-
-        Raises `UnsupportedOperator` for an in-place change that another reader can see.
-        """
+        """Return the nodes that the outputs need, in order."""
         nodes = list(self._program.graph.nodes)
         live: set[fx.Node] = {node for node in nodes if node.op in ("output", "placeholder")}
         for node in reversed(nodes):
             if node in live:
                 live.update(node.all_input_nodes)
-            else:
-                _check_unseen(node)
         return (node for node in nodes if node in live)
 
     def constant(self, node: fx.Node) -> tuple[str, torch.Tensor] | None:
@@ -248,17 +243,6 @@ def _names_in_order(program: ExportedProgram, tensors: Mapping[str, torch.Tensor
     assert spec is not None
     (places,), _ = _pytree.tree_unflatten(list(range(len(tensors))), spec)
     return sorted(places, key=lambda name: int(places[name]))
-
-
-def _check_unseen(node: fx.Node) -> None:
-    """Reject a dead operator that changes a value which others read; its effect would be lost."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return
-    for read in node.all_input_nodes:
-        if len(read.users) > 1:
-            raise UnsupportedOperator(
-                str(node.target), "it changes a value in place that is read elsewhere", source_line(node)
-            )
 
 
 def _check_signature(module: nn.Module, inputs: Sequence[Input]) -> None:

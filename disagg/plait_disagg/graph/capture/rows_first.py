@@ -14,7 +14,7 @@ import torch
 
 from plait_disagg.graph.capture.calls import Call
 from plait_disagg.graph.capture.draft import RowsLayout, Traced, TracedDraft, traced_in
-from plait_disagg.graph.operators import VOCABULARY, schema_of
+from plait_disagg.graph.operators import RESHAPES, VOCABULARY, schema_of
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
 
@@ -84,7 +84,7 @@ class Mover:
         }
         if op in by_name:
             return by_name[op]
-        if op in _RESHAPES:
+        if op in RESHAPES:
             return self._reshape
         if operator is None:
             return None
@@ -312,19 +312,6 @@ class Mover:
 
 
 _DIMS = frozenset({"dim", "dims"})
-_RESHAPES = frozenset(
-    {
-        "aten.view.default",
-        _RESHAPE,
-        "aten._unsafe_view.default",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-        "aten.unsqueeze.default",
-        "aten.squeeze.default",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-    }
-)
 
 
 def _order(call: MovedCall, ndim: int) -> list[int]:

@@ -65,4 +65,4 @@ class PackageSource:
         they are published. Raises `PackageError`."""
         from plait_disagg.package.read import open_package
 
-        return open_package(self.folder, ahead=False)  # no row of its tables is looked up
+        return open_package(self.folder)

@@ -6,7 +6,7 @@ import torch
 
 from plait_bench.disagg.ideal import ideal_split
 from plait_disagg.models.requests import random_request
-from plait_disagg.package import open_package
+from plait_disagg.package.read import open_package
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 
 

@@ -10,8 +10,8 @@ import torch
 from plait_disagg.dense import prepared
 from plait_disagg.dense.prepared import DensePrograms
 from plait_disagg.graph.execute import compile_program
-from plait_disagg.package import Package
 from plait_disagg.package.halves import CompiledDense
+from plait_disagg.package.read import Package
 from plait_disagg.workers.whole import WholeCore
 from plait_kernels.executors import ExecutorError, background
 from support import refresh as kit

@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from plait_disagg.graph.costs import measure_seconds, value_bytes
-from plait_disagg.graph.cut import check_cut
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
-from plait_disagg.graph.reference import run_reference
+from plait_disagg.graph.execute import run_reference
 from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
+from plait_disagg.graph.split import check_cut
 from plait_disagg.graph.tile import tile
 from plait_disagg.tables.reference import SeparateTables
 from support.graph import model, table_rows

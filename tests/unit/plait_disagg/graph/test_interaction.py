@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plait_disagg.graph.capture import capture
+from plait_disagg.graph.execute import run_reference
 from plait_disagg.graph.factor import factor_linears
 from plait_disagg.graph.inputs import Dense
 from plait_disagg.graph.interaction import split_interactions
 from plait_disagg.graph.program import TILE
-from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import collate, sample
 from plait_disagg.graph.tile import tile
 

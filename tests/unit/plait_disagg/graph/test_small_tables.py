@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from plait_disagg.graph.costs import Cuttable, cuttable
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.small_tables import offer, placed
-from plait_disagg.package.costing import Cuttable, cuttable
 from support.graph import model, table_rows
 
 

@@ -15,8 +15,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
 from plait_disagg.messages.layout import layout_of_crossing
 from plait_disagg.messages.wire import dense_message, parse_dense
-from plait_disagg.package import Package
-from plait_disagg.package.read import without_rows
+from plait_disagg.package.read import Package, without_rows
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_fabric.layouts import Part, layout_of, parse_layout

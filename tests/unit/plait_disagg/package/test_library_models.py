@@ -15,7 +15,7 @@ from plait_disagg.graph.sample_inputs import sample
 from plait_disagg.graph.store import load_program
 from plait_disagg.messages.check import check_request
 from plait_disagg.messages.layout import layout_of_crossing
-from plait_disagg.package import open_package
+from plait_disagg.package.read import open_package
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_fabric import Pool
 from plait_fabric.layouts import RowCounts, pack

@@ -19,9 +19,10 @@ from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Bag, Dense
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.graph.tile import tile
-from plait_disagg.package import PackageError, PackageOptions, open_package, write_package
-from plait_disagg.package.manifest import sha256_of
+from plait_disagg.package.manifest import PackageError, sha256_of
 from plait_disagg.package.memory import check_memory
+from plait_disagg.package.read import open_package
+from plait_disagg.package.write import PackageOptions, write_package
 from support.graph import model
 from support.graph_models import Small
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from functools import partial
 
@@ -16,9 +17,12 @@ from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
 from plait_disagg.messages.layout import layouts_of
-from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write, write_package
-from plait_disagg.package.items import write_items
+from plait_disagg.package import write
+from plait_disagg.package.items import Items, StoredItems, read_items, write_items
+from plait_disagg.package.manifest import PackageError
+from plait_disagg.package.read import open_package
 from plait_disagg.package.sharding import Sharding, plan_of
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_fabric import MessageLimits
 
 INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item"), Bag("genres", weighted=True), Dense("year"))
@@ -225,6 +229,7 @@ class TestRefusals:
             ({"format": 2}, "format 2 is not 1"),
             ({"name": "../up"}, "name: String should match"),
             ({"inputs": [{"kind": "code", "name": "x"}]}, "is not an input"),
+            ({"inputs": [{"kind": "dense", "name": "x", "shape": [math.inf]}]}, "infinity"),
             ({"bounds": 3}, "bounds|object"),
             ({"cut": {}}, r"cut\.cutter: Field required"),
             ({"files": {"../../etc/passwd": "0"}}, "missing"),
@@ -354,6 +359,14 @@ class TestItems:
         for names, says in ((["a", "b"], "2 names for 5 items"), ([*"abcd", 5], "the name of item 4 is 5, not a text")):
             with pytest.raises(ValueError, match=says):
                 StoredItems(Items(features=features(), names=names), INPUTS)
+
+    def test_names_without_an_end_are_refused(self, tmp_path):
+        """A file of brackets alone is an error of the package, as any other file that holds no names."""
+        paths = tmp_path / "items.safetensors", tmp_path / "items.json"
+        write_items(*paths, Items(features=features()), INPUTS, {})
+        paths[1].write_text("[" * 100_000)
+        with pytest.raises(PackageError, match="recursion"):
+            read_items(*paths, INPUTS)
 
     def test_a_bag_that_is_too_long_is_told_as_such(self):
         """With the item and the bound that its input declares. A shape may be a list."""

@@ -13,7 +13,8 @@ from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.verify import module_outputs
 from plait_disagg.models.configs import build
 from plait_disagg.models.hstu import Hstu
-from plait_disagg.package import Package, PackageOptions, open_package, write_package
+from plait_disagg.package.read import Package, open_package
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.live_package import checked
 from plait_disagg.refresh.make import make_update

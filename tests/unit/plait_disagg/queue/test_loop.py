@@ -13,8 +13,7 @@ from fakes.queued_item import QueuedItem
 from plait_disagg.errors import Busy, RankError, WorkerUnavailable
 from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.loop import BatchLoop, Inbox
-from plait_disagg.queue.pace import Pace
+from plait_disagg.queue.loop import BatchLoop
 from plait_fabric import FrameTooLarge, PeerLost
 from plait_kernels.heartbeat import Stuck
 from support.waiting import wait_for
@@ -41,8 +40,14 @@ def start() -> Iterator[Start]:
     """`start(work, **knobs)`: a loop, which is closed in the end, and then does end."""
     made: list[BatchLoop[Piece]] = []
 
-    def start(work: Work, *, clock: Callable[[], float] = time.monotonic, **knobs: Any) -> BatchLoop[Piece]:
-        made.append(BatchLoop(work, name="test", knobs=WorkerKnobs(**knobs), clock=clock))
+    def start(
+        work: Work,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait_for_room: Callable[[], object] = lambda: None,
+        **knobs: Any,
+    ) -> BatchLoop[Piece]:
+        made.append(BatchLoop(work, name="test", knobs=WorkerKnobs(**knobs), clock=clock, wait_for_room=wait_for_room))
         return made[-1]
 
     yield start
@@ -63,16 +68,20 @@ def ending(go: threading.Event, sizes: list[int]) -> Work:
     return work
 
 
-def test_what_was_taken_before_always_finds_room_while_the_inbox_is_open() -> None:
+def test_what_was_taken_before_always_finds_room_while_the_loop_is_open(start: Start) -> None:
     """New items do not."""
-    inbox = Inbox[Piece](WorkerKnobs(largest_waiting=1), Pace(), time.monotonic)
-    inbox.put(Piece())
+    go, sizes = threading.Event(), list[int]()
+    loop = start(ending(go, sizes), wait_for_room=go.wait, largest_waiting=1)
+    loop.put(Piece())
     with pytest.raises(Busy):
-        inbox.put(Piece())
-    assert inbox.put_again(Piece())
-    inbox.close()
-    assert len(inbox.take() or ()) == 2
-    assert not inbox.put_again(Piece())
+        loop.put(Piece())
+    loop.put_again(Piece())
+    loop.close()
+    go.set()
+    assert loop.join(60)
+    assert sizes == [2]
+    loop.put_again(late := Piece())
+    assert isinstance(late.error, WorkerUnavailable)
 
 
 def test_a_lost_device_ends_the_loop(start: Start) -> None:
@@ -177,12 +186,12 @@ def test_knobs_change_between_batches(start: Start) -> None:
     assert sizes == [1, 2, 2]
 
 
-def test_what_came_long_ago_waits_for_nobody() -> None:
+def test_what_came_long_ago_waits_for_nobody(start: Start) -> None:
     """A batch that is not full waits for as long as its oldest item may; by default not at all."""
-    inbox = Inbox[Piece](WorkerKnobs(batch_wait_ms=1_000.0), Pace(), lambda: 100.0)
-    early = Piece()
-    inbox.put(early)
-    assert inbox.take() == [early]
+    go, early = threading.Event(), Piece()
+    go.set()
+    start(ending(go, []), clock=lambda: 100.0, batch_wait_ms=1_000.0).put(early)
+    assert early.ended.wait(60)
 
 
 def test_where_batches_wait_for_more_none_is_run_at_once(start: Start) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from plait_disagg.graph.sample_inputs import collate, for_module
-from plait_disagg.package import Package, PackageError, open_package
+from plait_disagg.package.manifest import PackageError
+from plait_disagg.package.read import Package, open_package
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import Journal

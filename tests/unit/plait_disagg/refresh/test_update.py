@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from plait_disagg.package import Package
+from plait_disagg.package.read import Package
 from plait_disagg.refresh.check import checked
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.update import Update, UpdatedRows, read_update, read_update_manifest, write_update

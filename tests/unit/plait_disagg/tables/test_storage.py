@@ -7,15 +7,16 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from plait_disagg.tables import container
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.formats import encode_rows
 from plait_disagg.tables.fused import FusedTables
@@ -98,12 +99,14 @@ def test_a_larger_file_is_brought_into_memory_if_it_fits(tmp_path: Path, monkeyp
     file = tmp_path / "tables.safetensors"
     write_tables(file, {"table": torch.ones(1 << 18, 64)})
     with monkeypatch.context() as patched:
-        patched.setattr(container, "available_bytes", lambda: 100 << 20)
-        tables = open_tables(file, copy_on_write=True, ahead=True)
+        patched.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 << 20))
+        tables = open_tables(file, copy_on_write=True)
+        tables.read_ahead()
         time.sleep(0.2)
         assert mapping_of(file)["Rss"] < 1 << 20
     del tables
-    tables = open_tables(file, copy_on_write=True, ahead=True)
+    tables = open_tables(file, copy_on_write=True)
+    tables.read_ahead()
     until_s = time.monotonic() + 60
     while mapping_of(file)["Rss"] < 64 << 20:
         assert time.monotonic() < until_s, "it was not read ahead"

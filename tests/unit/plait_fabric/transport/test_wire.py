@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -18,12 +18,12 @@ from plait_fabric import (
     BadAddress,
     FabricError,
     MessageLimits,
+    PeerLost,
     PoolExhausted,
     ProtocolViolation,
     listen,
 )
 from plait_fabric.memory.pool import Lease, Pool
-from plait_fabric.transport.auth import ClientHandshake, ServerHandshake
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
     FrameKind,
@@ -37,8 +37,18 @@ from plait_fabric.transport.frames import (
     unpack_places,
     unpack_prefix,
 )
+from plait_fabric.transport.greeting import (
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    RESPONSE_BYTES,
+    Greeting,
+    authenticate,
+    introduce,
+    meet,
+)
 from plait_fabric.transport.stream import FrameReader
-from plait_fabric.values import Address
+from plait_fabric.values import Address, Scheme
+from plait_fabric.waiting import Deadline
 
 LIMITS = MessageLimits(header_bytes=2_000, buffers=8, message_bytes=10_000)
 SECRET = b"0123456789abcdef"
@@ -176,31 +186,62 @@ def test_a_damaged_stream_is_never_a_crash(
     assert max(largest) <= LIMITS.message_bytes + 64 * LIMITS.buffers
 
 
+@contextlib.contextmanager
+def _challenged() -> Iterator[tuple[Greeting[bytes], socket.socket, bytes]]:
+    """A listener's end of a greeting, the client's socket, and the challenge that came over it."""
+    one, other = socket.socketpair()
+    with one, other:
+        greeting = authenticate(one, SECRET, "tcp")
+        next(greeting)
+        yield greeting, other, other.recv(CHALLENGE_BYTES)
+
+
+def _proof(challenged: tuple[Greeting[bytes], socket.socket, bytes], response: bytes) -> bytes:
+    """What the listener answers to a response, after which nothing comes."""
+    greeting, other, _ = challenged
+    other.sendall(response)
+    other.shutdown(socket.SHUT_WR)
+    try:
+        while True:
+            next(greeting)
+    except StopIteration as met:
+        proof: bytes = met.value
+        return proof
+
+
+def _introduced(challenge: bytes, scheme: Scheme = "tcp") -> tuple[Callable[[bytes], None], bytes]:
+    """A client's check of the proof, and its response to a challenge."""
+    one, other = socket.socketpair()
+    with one, other:
+        other.sendall(challenge)
+        return meet(one, introduce(one, SECRET, scheme), Deadline(60.0)), other.recv(RESPONSE_BYTES)
+
+
 def test_reflection_replay_and_the_wrong_channel_fail() -> None:
     """A tag sent back to its maker, an old response and a response for another channel kind all fail."""
-    client = ClientHandshake(SECRET, "tcp")
-    server = ServerHandshake(SECRET, "tcp")
-    response = client.respond(server.challenge)
-    with pytest.raises(AuthFailed):
-        client.verify(response[-32:])
-    with pytest.raises(AuthFailed):
-        ServerHandshake(SECRET, "tcp").prove(response)
-    with pytest.raises(AuthFailed):
-        server.prove(ClientHandshake(SECRET, "shm").respond(server.challenge))
-    mirrored = ServerHandshake(SECRET, "tcp")
-    with pytest.raises((AuthFailed, ProtocolViolation)):
-        mirrored.prove(mirrored.challenge + bytes(32))
+    with _challenged() as listener:
+        check, response = _introduced(listener[2])
+        with pytest.raises(AuthFailed):
+            check(response[-PROOF_BYTES:])
+        check(_proof(listener, response))
+    with _challenged() as listener, pytest.raises(AuthFailed):
+        _proof(listener, response)
+    with _challenged() as listener, pytest.raises(AuthFailed):
+        _proof(listener, _introduced(listener[2], "shm")[1])
+    with _challenged() as listener, pytest.raises((AuthFailed, ProtocolViolation)):
+        _proof(listener, listener[2] + bytes(PROOF_BYTES))
 
 
 @given(st.binary(max_size=120))
+@example(bytes(PROOF_BYTES))
 def test_any_handshake_bytes_are_refused(data: bytes) -> None:
     """Arbitrary bytes never pass either side of the handshake."""
-    with pytest.raises((AuthFailed, ProtocolViolation)):
-        ServerHandshake(SECRET, "tcp").prove(data)
-    client = ClientHandshake(SECRET, "tcp")
-    client.respond(ServerHandshake(SECRET, "tcp").challenge)
-    with pytest.raises(AuthFailed):
-        client.verify(data)
+    with _challenged() as listener:
+        check, _ = _introduced(listener[2])
+        with pytest.raises(AuthFailed):
+            check(data)
+        with pytest.raises((AuthFailed, ProtocolViolation, PeerLost)):
+            _proof(listener, data)
 
 
 @pytest.mark.parametrize(

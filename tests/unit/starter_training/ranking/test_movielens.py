@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from plait_disagg.package import open_package
 from plait_disagg.package.manifest import PackageError
+from plait_disagg.package.read import open_package
 from starter_training.ranking.__main__ import main
 from starter_training.ranking.movielens import (
     MovieLensRecipe,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_disagg.package import open_package
+from plait_disagg.package.read import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, build, item_names
 from plait_serving.starter.words import GENRES

@@ -11,8 +11,8 @@ from torch import nn
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.edit import lookups_of
 from plait_disagg.graph.errors import UnsupportedOperator
+from plait_disagg.graph.execute import run_reference
 from plait_disagg.graph.inputs import Bag, Dense, Input
-from plait_disagg.graph.reference import run_reference
 from support.graph import model
 
 

@@ -54,6 +54,14 @@ def written(x, y):
     return (whole * y).sum((1, 2))
 
 
+def unread(x, y):
+    """Change a value that is not read any more, and one that is read through another."""
+    made, other = x * 2, x * 3
+    made.add_(y)
+    other.view(-1, 24).add_(1)
+    return (other * y).sum((1, 2))
+
+
 class Plain(nn.Module):
     """A module of one function."""
 
@@ -90,6 +98,7 @@ class LastStep(nn.Module):
         Normed(),
         Normed(affine=True, track_running_stats=True),
         Plain(written),
+        Plain(unread),
         Plain(lambda x, y: torch.zeros(x.shape[0], 9).scatter_add_(1, (x[:, 0] > 0).long(), y[:, 0]).pow(2).sum(1)),
         Plain(lambda x, y: (x.to(torch.device("cpu")).to(y) + y.to("cpu", torch.float64)).sum((1, 2)).float()),
         Plain(lambda x, y: torch.concat([x, y], 1).sum((1, 2))),

@@ -8,8 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from plait_disagg.dense.buckets import Bucket, bucket_of, pays_from
-from plait_disagg.dense.trial import difference, medians
+from plait_disagg.dense.trial import Bucket, bucket_of, difference, medians, pays_from
 
 
 def test_a_bucket_holds_every_batch_between_its_ends():
