@@ -32,7 +32,7 @@ IMAGE_COUNTS: Mapping[str, str] = {
     "image_steps": "Denoising steps of images",
     "image_compute_seconds": "Seconds of compute, of requests that failed or were cancelled too",
 }
-"""What engines count of each tenant, and ingresses of requests beyond its rate, with what it is, for people."""
+"""What engines count of each tenant, and ingresses of requests that they refuse, with what it is, for people."""
 
 RANK_COUNTS: Mapping[str, str] = {"rankings": "Rankings answered.", "candidates": "Candidates ranked."}
 """What ingresses count."""

@@ -44,13 +44,13 @@ def render(
     if target == "serve" and options:
         raise PlaitError("--image and --allow-tag go with --target kuberay: Ray's nodes have plait already")
     loaded = load_config(config, overrides=[*(settings or []), *options])
+    if not loaded.server.port:
+        raise PlaitError("server.port: 0 is any free port, and whoever sends requests has to know which; name one")
     if target == "kuberay":
         if cluster is not None:
             raise PlaitError("--cluster goes with --target serve: pods of one group cannot be told apart by labels")
         print(kuberay_manifests(loaded), end="")
         return
-    if not loaded.server.port:
-        raise PlaitError("server.port: 0 is any free port, and Serve does not say which it took; name one")
     application = serve_application(loaded) if cluster is None else placed_application(loaded, cluster)
     print(render_serve(application, host=loaded.server.host, port=loaded.server.port), end="")
 

@@ -32,7 +32,7 @@ def kuberay_manifests(config: PlaitConfig) -> str:
             serve_application(config),
             deployments(config),
             config.deploy,
-            port=config.server.port or 8000,
+            port=config.server.port,
             has_keys=bool(config.server.api_keys),
             longest_request_s=config.server.drain_s,
             ray_version=version("ray"),

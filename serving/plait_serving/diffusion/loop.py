@@ -383,8 +383,9 @@ class DenoiseLoop:
 
 
 def _wants_preview(unit: Unit) -> bool:
-    """Return whether a preview is due. Previews are spread evenly over the steps and show a request's first image."""
-    wanted = unit.job.request.partial_images
-    if not wanted or unit.first_image:
+    """Return whether a preview is due. Previews are spread evenly over the steps and show a request's first image;
+    after the last step comes the image itself."""
+    wanted, step = unit.job.request.partial_images, unit.step + 1
+    if not wanted or unit.first_image or step == unit.steps:
         return False
-    return unit.step + 1 in {round((i + 1) * unit.steps / (wanted + 1)) for i in range(wanted)}
+    return step in {round((i + 1) * unit.steps / (wanted + 1)) for i in range(wanted)}

@@ -130,12 +130,14 @@ def app_from_context(
     for router in routers:
         app.include_router(router)
     # The last one added is the outermost.
-    settings = context.settings
+    settings, refused = context.settings, context.metrics.observe_refused
     app.add_middleware(
-        BodyLimitMiddleware, max_bytes=settings.max_body_bytes, max_total_bytes=settings.max_bodies_bytes
+        BodyLimitMiddleware,
+        max_bytes=settings.max_body_bytes,
+        max_total_bytes=settings.max_bodies_bytes,
+        refused=refused,
     )
     if any(limits.requests_per_s is not None for limits in settings.tenants.values()):
-        refused = context.metrics.observe_refused
         app.add_middleware(RateMiddleware, limits=settings.tenants, monotonic_s=context.monotonic_s, refused=refused)
     app.add_middleware(AuthMiddleware, keys=settings.api_keys, anyone=settings.anyone)
     app.add_middleware(

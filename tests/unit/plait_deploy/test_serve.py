@@ -105,9 +105,10 @@ def test_deploy_render_of_local_controlnets_has_no_deployments_for_them(rendered
     assert [deployment["name"] for deployment in application["deployments"]] == ["engine", *WORKERS, "ingress"]
 
 
-def test_deploy_render_refuses_any_free_port(render):
-    """Nobody would learn which one Serve takes; in a pod it is a fixed one."""
-    code, printed = render("server: {port: 0}", "--target", "serve")
+@pytest.mark.parametrize("options", [("serve",), ("kuberay", "--allow-tag", "--image", "plait:dev")])
+def test_deploy_render_refuses_any_free_port(render, options):
+    """Nobody would learn which one Serve takes, and a pod's is a fixed one."""
+    code, printed = render("server: {port: 0}", "--target", *options)
     assert (code, printed.out) == (1, "")
     assert "server.port: 0 is any free port" in printed.err
 

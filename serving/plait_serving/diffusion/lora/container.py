@@ -7,16 +7,16 @@ once it is read. Format: https://huggingface.co/docs/safetensors (8-byte little-
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from plait_disagg.bounded import load_json, product
 from plait_serving.diffusion.errors import LoraError
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 16 << 20
 """The SDXL LoRA with the most keys that we know of has 1972 tensors, some 300 KB of header."""
+
+MAX_DIGITS = 19
+"""Of an integer: 2^63 has as many. Every size and offset of a file fits, and Python's integers have no largest one: the
+product of a few hundred of 4,300 digits holds the interpreter for minutes."""
 
 DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 """The permitted dtypes of a LoRA's tensors, in torch's words: headers are read without it. Alphas are sometimes stored
@@ -101,6 +105,30 @@ def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
     aligned = info.begin % dtype.itemsize == 0
     piece, offset = (data, info.begin) if aligned else (data[info.begin : info.end], 0)
     return torch.frombuffer(piece, dtype=dtype, count=math.prod(info.shape), offset=offset).view(info.shape)
+
+
+def load_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Parse JSON of strangers; `pairs` makes the objects, as `object_pairs_hook` does. Raises ValueError, also for an
+    integer of more than `MAX_DIGITS` digits, and RecursionError."""
+    return json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"the integer {digits[:MAX_DIGITS]}... has {len(digits)} digits")
+    return int(digits)
+
+
+def product(sizes: Iterable[int], *, limit: int) -> int:
+    """Return the product of sizes of at least 0, or `limit + 1` if it is larger."""
+    result, is_larger = 1, False
+    for size in sizes:
+        if size == 0:
+            return 0
+        if not is_larger:
+            result *= size
+            is_larger = result > limit
+    return limit + 1 if is_larger else result
 
 
 def _open(path: Path) -> BufferedReader:

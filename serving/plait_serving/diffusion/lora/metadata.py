@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from plait_disagg.bounded import load_json
 from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.container import load_json
 from plait_serving.diffusion.lora.listing import CONFIG_FILE
 from plait_serving.diffusion.lora.targets import ModuleRef
 

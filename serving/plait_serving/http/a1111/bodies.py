@@ -193,13 +193,15 @@ def _controls(scripts: Mapping[str, Any], image: str | None) -> list[dict[str, A
         given = args if isinstance(args, list) else [args]
         if name.lower() == "controlnet":
             units += filter(None, given)
-        elif any(given) and _is_on(given[0]):
+        elif any(given) and _is_on(given):
             raise RequestError(f"alwayson_scripts.{name[:64]}: plait has ControlNet alone", param="alwayson_scripts")
     return [_control(unit, image) for unit in units if isinstance(unit, Mapping) and unit.get("enabled", True)]
 
 
-def _is_on(first: Any) -> bool:
-    """Return whether a script runs whose first argument this is: by A1111's custom it is the switch, or has it."""
+def _is_on(args: list[Any]) -> bool:
+    """Return whether a script with these arguments runs: by A1111's custom the first is the switch, or has it. Before
+    it may be an image, which is null while there is none (ReActor)."""
+    first = next((each for each in args if each is not None), None)
     return (first.get("enabled", first.get("enable")) if isinstance(first, Mapping) else first) is not False
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError, BodyRefused
+from plait_serving.http.edge.repeating import PACED_PATHS
 
 MAX_JSON_VALUES = 300_000
 """Commas and opening brackets in a JSON body: Python makes objects of so many values in some 0.1 s. Two prompts
@@ -52,8 +54,12 @@ class BodyLimitMiddleware:
     decompresses from a body counts too: it calls `hold_bytes(size)` of the scope's state, which raises the same.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, max_total_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_bytes: int, max_total_bytes: int, refused: Callable[[str, str], None]
+    ) -> None:
+        """`refused` is told of each request for images that has no room: its tenant, and the code of the answer."""
         self._app = app
+        self._refused = refused
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
         self._held_bytes: Counter[str] = Counter()
@@ -67,7 +73,7 @@ class BodyLimitMiddleware:
             raise ApiError(414, f"the query is longer than {MAX_QUERY_BYTES} bytes", code="query_too_long")
         declared = declared_bytes(scope)
         tenant = tenant_in(scope)
-        self._check(tenant, declared, declared)
+        self._check(scope, declared, declared)
         received = values = 0
         headers = Headers(scope=scope)
         is_form = scope["path"] == _FORMS and headers.get("content-type", "").lower().startswith("multipart/")
@@ -79,7 +85,7 @@ class BodyLimitMiddleware:
 
         def hold(size: int, of_body: int = 0) -> None:
             nonlocal received
-            self._check(tenant, of_body, size)
+            self._check(scope, of_body, size)
             received += size
             self._held_bytes[tenant] += size
 
@@ -108,9 +114,12 @@ class BodyLimitMiddleware:
             if received >= _LARGE_BYTES:
                 asyncio.get_running_loop().run_in_executor(None, return_memory)
 
-    def _check(self, tenant: str, body_bytes: int, new_bytes: int) -> None:
+    def _check(self, scope: Scope, body_bytes: int, new_bytes: int) -> None:
         """Raise for a body of so many bytes, some of them new."""
         if body_bytes > self._max_bytes:
             raise ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
+        tenant = tenant_in(scope)
         if new_bytes and self._held_bytes.total() + self._held_bytes[tenant] + 2 * new_bytes > self._max_total_bytes:
+            if scope["path"] in PACED_PATHS:
+                self._refused(tenant, Overloaded.code)
             raise Overloaded("too many large requests are waiting", retry_after_s=2.0)

@@ -79,10 +79,10 @@ class HttpMetrics:
         answers.inc()
         durations.observe(seconds)
 
-    def observe_repeated(self, scope: Scope, count: int) -> None:
+    def observe_repeated(self, scope: Scope, tenant: str, count: int) -> None:
         """Record that a proxy refused `count` requests for this route, in no time."""
         self._series(_route(scope), 429)[0].inc(count)
-        self.rejected.labels(reason=Overloaded.code).inc(count)
+        self.observe_refused(tenant, Overloaded.code, count)
 
     def _series_of(self, route: str, status: int, model: str = "") -> tuple[Counter, Histogram]:
         is_ranking = _RANKS.fullmatch(route) is not None
@@ -102,10 +102,10 @@ class HttpMetrics:
         elif isinstance(error, Refused) or (isinstance(error, EngineError) and error.code == "engine_stopped"):
             self.rejected.labels(reason=error.code).inc()
 
-    def observe_refused(self, tenant: str, reason: str) -> None:
-        """Record that an image request was refused of which no engine hears."""
-        self.rejected.labels(reason=reason).inc()
-        self.used[tenant, "image_requests_rejected"] += 1
+    def observe_refused(self, tenant: str, reason: str, count: int = 1) -> None:
+        """Record that `count` image requests were refused of which no engine hears."""
+        self.rejected.labels(reason=reason).inc(count)
+        self.used[tenant, "image_requests_rejected"] += count
 
     def observe_rank(self, model: str, candidates: int, seconds: float, answer: RankAnswer, tenant: str) -> None:
         """Record that `candidates` of a known model were ranked within `seconds`."""

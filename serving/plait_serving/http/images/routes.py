@@ -69,11 +69,11 @@ class RefusingRoute(JsonRoute):
         async def unless_refused(request: Request) -> Response:
             context, tenant = get_context(request), principal(request).tenant
             if count := repeated(request.headers):
-                context.metrics.observe_repeated(request.scope, count)
+                context.metrics.observe_repeated(request.scope, tenant, count)
                 _log.info("tenant %s: %d more requests were refused in the proxy", tenant, count)
             if (standing := context.refusals.standing(tenant)) is not None:
                 refused = _still(standing, context.monotonic_s())
-                context.metrics.observe_failure(refused)
+                context.metrics.observe_refused(tenant, refused.code)
                 return _marked(refused, request)
             began_s = context.monotonic_s()
             try:
@@ -148,6 +148,9 @@ async def while_wanted(work: Coroutine[Any, Any, Response], request: Request, co
         return await until_disconnect(request.receive, work)
     except (ClientDisconnected, asyncio.CancelledError):
         context.metrics.cancelled.inc()
+        raise
+    except _StillRefused as error:
+        context.metrics.observe_refused(principal(request).tenant, error.code)
         raise
     except Exception as error:
         context.metrics.observe_failure(error)

@@ -173,6 +173,14 @@ def test_steps_of_two_calls_are_told_as_steps(rig, strength, steps, previewed):
     assert len(built.denoiser.calls) == 2 * steps - 1
 
 
+@pytest.mark.parametrize(("steps", "previewed"), [(1, []), (2, [1]), (3, [1, 2])])
+def test_the_last_step_is_not_previewed(rig, steps, previewed):
+    """It would be decoded twice: fewer steps have fewer previews."""
+    watch = rig().ask(steps=steps, partial_images=3)
+    watch.result()
+    assert [event.step for event in watch.events if isinstance(event, Preview)] == previewed
+
+
 def test_an_image_is_encoded_once_for_all_images_of_a_request(rig, monkeypatch):
     """Which are several units."""
     encoded, encode = [], FakeDenoiser.encode

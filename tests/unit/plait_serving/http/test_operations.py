@@ -379,9 +379,13 @@ def test_all_bodies_together_are_bounded():
     tight = HttpSettings(max_bodies_bytes=2 * len(body) - 1)
     for content in (body, iter([body[:500], body[500:]])):
         service = FakeImageService()
-        answer = make_client(service, tight).post(URL, content=content, headers=JSON)
+        client = make_client(service, tight)
+        answer = client.post(URL, content=content, headers=JSON)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
         assert service.submitted == []
+        text = metrics_of(client)
+        assert total(text, "plait_rejected_total", reason="overloaded") == 1
+        assert total(text, "plait_tenant_image_requests_rejected_total", tenant="default") == 1
     client = make_client(FakeImageService(), HttpSettings(max_bodies_bytes=2 * len(body)))
     for content in (body, iter([body[:500], body[500:]]), body):
         assert client.post(URL, content=content, headers=JSON).status_code == 200

@@ -179,6 +179,8 @@ async def test_a_flood_is_answered_without_the_engine(monkeypatch):
         assert (call.status, call.headers["retry-after"]) == (429, "40")
         assert json.loads(b"".join(call.chunks))["error"]["code"] == "overloaded"
     assert len(service.submitted) == 1
+    used = app.state.context.metrics.used
+    assert used == {("acme", "image_requests_rejected"): 3}  # the engine counts the first itself
     other = AsgiCall(app, b'{"prompt": "y"}', key="sk-blue")
     await other.done()
     assert other.status == 200
@@ -205,6 +207,9 @@ async def test_of_many_that_come_at_once_few_reach_the_engine(monkeypatch):
         await call.done()
     assert {call.status for call in calls} == {429}
     assert len(service.submitted) == 1
+    metrics = app.state.context.metrics
+    assert metrics.used == {("default", "image_requests_rejected"): 49}
+    assert total(metrics.registry.collect(), "plait_rejected_total", reason="overloaded") == 50
 
 
 @pytest.mark.parametrize("stuck", ["generate", "catalog"])

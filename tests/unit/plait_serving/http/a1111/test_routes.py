@@ -163,6 +163,7 @@ def of_unit(**unit):
         ({"alwayson_scripts": {"ADetailer": {"args": [True, {}]}}}, 400, "ADetailer"),
         ({"alwayson_scripts": {"ADetailer": {"args": [{"ad_model": "face"}]}}}, 400, "ADetailer"),
         ({"alwayson_scripts": {"Seed": {"args": [7, False]}, "Refiner": {"args": [False, "", 0.8]}}}, 400, "Seed"),
+        ({"alwayson_scripts": {"ReActor": {"args": [None, True, "0"]}}}, 400, "ReActor"),
         ({"sampler_name": "DPM2"}, 400, "sampler_name"),
         ({"scheduler": "sgm_uniform"}, 400, "scheduler"),
         ({"sampler_name": "Euler a", "eta": 0.5}, 400, "eta"),
@@ -303,8 +304,9 @@ def test_scripts_that_are_off_change_nothing(client, service):
     off = {
         "ADetailer": [False, False, {"ad_model": "face_yolov8n.pt"}], "Soft Inpainting": [False, 1, 0.5, 4, 0, 0.5, 2],
         "Dynamic Thresholding (CFG Scale Fix)": [False, 7, 100, "Constant"], "Refiner": [False, "", 0.8],
-        "AnimateDiff": [{"enable": False, "model": "mm"}], "Mine": {"enabled": False, "x": 1}, "Hypertile": [],
-        "Extra options": None, "Comments": [None, ""], "ControlNet": [{"enabled": False, "model": "edges"}],
+        "reactor": [None, False, "0", "0", "inswapper_128.onnx"], "AnimateDiff": [{"enable": False, "model": "mm"}],
+        "Mine": {"enabled": False, "x": 1}, "Hypertile": [], "Extra options": None, "Comments": [None, ""],
+        "ControlNet": [{"enabled": False, "model": "edges"}],
     }  # fmt: skip
     scripts = {name: {"args": args} for name, args in off.items()}
     assert client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "alwayson_scripts": scripts}).is_success

@@ -174,7 +174,7 @@ def test_the_paced_paths_are_those_that_are_refused():
 
 
 def test_the_ingress_learns_how_many_were_refused(now):
-    """When the refusal's time is over the next request says so, and /metrics counts them."""
+    """When the refusal's time is over the next request says so, and /metrics counts them, of their tenant as well."""
     behind = Behind("x")
     client = client_of(behind, now)
     for _ in range(8):
@@ -185,6 +185,8 @@ def test_the_ingress_learns_how_many_were_refused(now):
     text = client.get("/metrics", headers={"authorization": "Bearer sk-acme"}).text
     assert total(text, "plait_rejected_total", reason="overloaded") == 9
     assert total(text, "plait_requests_total", outcome="refused", code="429", route=URL) == 9
+    used = behind.app.state.context.metrics.used
+    assert used == {("acme", "image_requests_rejected"): 8}  # the engine counts the first itself
 
 
 def test_nobody_else_is_believed(now):
