@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from plait.tuning.measure.early_stop import EarlyStop, Guard, needs_of
+from plait.tuning.measure.early_stop import EarlyStop, Guard
 from plait.tuning.measure.usage import ResourceUsage, UsageSampler
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity
 from plait_loadtest.capacity import judge, observe
 from plait_loadtest.histogram import of_ns
-from plait_loadtest.judging import judge_records, percentile_of, slo_of
-from plait_loadtest.measure import lag_limit, min_requests
+from plait_loadtest.judging import judge_records
+from plait_loadtest.measure import lag_limit, requests_to_judge
 from plait_loadtest.run.coordinator import is_slow_alone
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, at_rate, run_scenario, settles
@@ -75,8 +75,7 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
         over = progress.elapsed_s > watch.limit_s
         return f"the trial's time limit left the load {watch.limit_s:.0f} s" if over else None
 
-    needs = needs_of(scenario)
-    stops: list[StopWhen] = [limit, *watch.stop, *(() if needs is None else (EarlyStop(needs),))]
+    stops: list[StopWhen] = [limit, *watch.stop, *filter(None, [EarlyStop.of(scenario)])]
     ended_by: StopWhen | None = None
 
     def stop(progress: RunProgress) -> str | None:
@@ -138,9 +137,8 @@ def rate_of(scenario: Scenario) -> float | None:
 
 def look_s(scenario: Scenario, rate_per_s: float) -> float:
     """Return how long a short look takes: long enough for its requests to judge the SLO, if the scenario is."""
-    slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
-    needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
-    return min(scenario.duration_s, max(_LOOK * scenario.duration_s, needed / rate_per_s, _MIN_LOOK_S))
+    needed_s = requests_to_judge(scenario) / rate_per_s
+    return min(scenario.duration_s, max(_LOOK * scenario.duration_s, needed_s, _MIN_LOOK_S))
 
 
 def run_search(
