@@ -79,7 +79,7 @@ def left_notes(root: Path) -> list[int]:
     return [int(path.stem.removeprefix("port-")) for path, note in notes.items() if note is not None and note.is_left]
 
 
-class LiveServer:
+class LiveServer(RunningApplication):
     """The server that `plait serve` runs on a port of this machine."""
 
     def __init__(self, compose: Compose, *, root: Path, port: int) -> None:
@@ -92,7 +92,13 @@ class LiveServer:
         self._folder = root / f"port-{port}"
         self._record = _record(root, port)
         self.original = running_config(root, port)
-        self.running = self._attach(compose, port)
+        if self._record.gcs_address is not None:
+            prepare_environment(self._folder / "auth_token")
+        address, run_id, config = self._record.gcs_address or self._record.address, self._record.run_id, self.original
+        there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
+        marked = run_id if self._record.ray_folder is not None else None  # only our own Ray's processes are
+        cluster = Cluster.attach(there, port=port)
+        super().__init__(cluster, compose, app=APP, salt=run_id, run_id=marked, config=config)
         if note is not None:
             self._roll_back_to(note)
 
@@ -100,7 +106,7 @@ class LiveServer:
         """Apply a configuration as `RunningApplication.apply` does; the original is on disk before anything changes."""
         if not self._path.exists():
             RollbackNote(run_id=self._record.run_id, config=dump_config(self.original)).write(self._path)
-        return self.running.apply(config, limit_s=limit_s)
+        return super().apply(config, limit_s=limit_s)
 
     def keep(self, config: PlaitConfig) -> None:
         """Leave the service with this configuration permanently (until its next start, which reads plait.yaml)."""
@@ -113,27 +119,18 @@ class LiveServer:
         """Restore the original configuration. Idempotent. Raises what `RunningApplication.apply` raises; the note then
         stays."""
         if self._path.exists():
-            self.running.apply(self.original, limit_s=_ROLL_BACK_S)
+            super().apply(self.original, limit_s=_ROLL_BACK_S)
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Disconnect from the service and leave it unchanged."""
-        self.running.cluster.detach()
-
-    def _attach(self, compose: Compose, port: int) -> RunningApplication:
-        if self._record.gcs_address is not None:
-            prepare_environment(self._folder / "auth_token")
-        address, run_id, config = self._record.gcs_address or self._record.address, self._record.run_id, self.original
-        there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
-        cluster = Cluster.attach(there, port=port)
-        marked = run_id if self._record.ray_folder is not None else None  # only our own Ray's processes are
-        return RunningApplication(cluster, compose, app=APP, salt=run_id, run_id=marked, config=config)
+        self.cluster.detach()
 
     def _roll_back_to(self, note: RollbackNote) -> None:
         if note.run_id == self._record.run_id:
             self.original = parse_config(yaml.safe_load(note.config), source="the note", folder=Path.cwd())
-            self.running.config = None  # nobody knows how far the killed tuner was
-            self.running.apply(self.original, limit_s=_ROLL_BACK_S)
+            self.config = None  # nobody knows how far the killed tuner was
+            super().apply(self.original, limit_s=_ROLL_BACK_S)
         self._path.unlink(missing_ok=True)
 
 

@@ -72,7 +72,7 @@ def test_the_application_of_a_killed_clone_is_deleted_on_a_foreign_ray(root, mon
     assert deleted == ["dead"]
     own = {path.stem for path in notes.glob("*.json")} - {"elsewhere", "alive", "torn"}
     assert len(own) == 1
-    assert clone.running.prefix == f"/{clone.running.app}"
+    assert clone.prefix == f"/{clone.app}"
     clone.close()
     assert stopped == [False]
     assert {path.stem for path in notes.glob("*.json")} == {"elsewhere", "alive", "torn"}
