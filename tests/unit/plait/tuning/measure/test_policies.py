@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits
-from plait.tuning.measure.failures import of_load, of_start
-from plait.tuning.measure.load import LoadResult
+from plait.tuning.measure.load import LoadResult, failure_of
+from plait.tuning.measure.measurer import refused_start
 from plait.tuning.measure.trial import worst_metrics
 from plait.tuning.measure.usage import gpu_memory_bytes
 from plait_autoconfig.values import FailureKind
@@ -120,9 +120,8 @@ def test_a_guard_looks_as_often_as_it_is_told() -> None:
     ],
 )
 def test_a_start_is_refused_or_lacks_memory(reason: str, kills: int, kind: FailureKind) -> None:
-    """The kind a designer learns from, with Serve's own reason."""
-    outcome = of_start(reason, oom_kills=kills)
-    assert (outcome.failure, outcome.detail) == (kind, reason)
+    """The kind a designer learns from."""
+    assert refused_start(reason, oom_kills=kills) is kind
 
 
 def test_failures_under_load_are_told_apart() -> None:
@@ -140,9 +139,9 @@ def test_failures_under_load_are_told_apart() -> None:
         (LoadResult(metrics={}, errors={"interrupted": 3}), {}, FailureKind.TIME_OUT),
     ]
     for loaded, evidence, kind in cases:
-        outcome = of_load(loaded, **evidence)
+        outcome = failure_of(loaded, **evidence)
         assert outcome.failure is kind
-    assert of_load(LoadResult(metrics=good), oom_kills=1) is None
+    assert failure_of(LoadResult(metrics=good), oom_kills=1) is None
 
 
 def test_of_several_scenarios_the_worst_counts() -> None:
