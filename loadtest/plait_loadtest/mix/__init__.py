@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from plait_loadtest.distributions import Floats
-from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
+from plait_loadtest.distributions import Floats, WeightedChoice
 from plait_loadtest.mix.images import ImageRequests, read_file
 from plait_loadtest.mix.infer import InferRequests
 from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, RawClass, Scenario
-from plait_loadtest.seeds import Numbered, Stream
+from plait_loadtest.seeds import Chunks, Numbered, Stream
 from plait_loadtest.values import Mix, PreparedRequest
 
 __all__ = ["RequestMix"]
@@ -70,7 +69,7 @@ class RequestMix(Mix):
 
     def kind(self, index: int) -> int:
         """Return the class of request `index`, without building it."""
-        return self._kinds[index // CHUNK][index % CHUNK]
+        return self._kinds[index]
 
     def build(self, index: int) -> PreparedRequest:
         """Return the request, built by its class."""
