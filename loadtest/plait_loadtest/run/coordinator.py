@@ -16,6 +16,7 @@ import numpy as np
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.failures import FailureLog, joined
 from plait_loadtest.limits import sentences
+from plait_loadtest.plan import RequestPlan
 from plait_loadtest.run import echo_process, worker
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult, shares
@@ -29,7 +30,6 @@ from plait_loadtest.values import (
     OnProgress,
     Records,
     RequestCounts,
-    RequestPlan,
     RunProgress,
     RunResult,
     StopWhen,
