@@ -25,7 +25,7 @@ from plait_loadtest.capacity import judge, observe
 from plait_loadtest.histogram import of_ns
 from plait_loadtest.judging import judge_records
 from plait_loadtest.measure import lag_limit, requests_to_judge
-from plait_loadtest.run.coordinator import is_slow_alone
+from plait_loadtest.run.echo import is_slow_alone
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, at_rate, run_scenario, settles
 from plait_loadtest.values import OnProgress, RunProgress, StopWhen
