@@ -84,9 +84,11 @@ def foreseen(scenario: Scenario) -> list[str]:
     a threshold cannot be read."""
     parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
     expected = expected_requests(scenario)
+    if expected is None:
+        return []
     whole = sum(item.weight for item in scenario.mix)
     found = []
-    for item, slo in slos_of(scenario) if expected is not None else ():
+    for item, slo in slos_of(scenario):
         percentile, planned = percentile_of(slo, item.api), expected * item.weight / whole
         if planned < (needed := min_requests(percentile)):
             asked = f"{item.name}: {percentile:g} % within {slo.latency_ms:g} ms takes {needed} requests to judge"
