@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 
 from fakes.tuning_desk import Threads
 from plait.config import TuningSection
-from plait.tuning.service.job_view import JobQueueError
 from plait.tuning.service.job_process import start_job
 from plait.tuning.service.job_queue import JobQueueSettings
+from plait.tuning.service.job_view import JobQueueError
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_serving.http.app import create_app

@@ -140,7 +140,9 @@ class Clone(RunningApplication):
                     cluster.delete(note.app)
                     path.unlink()
         self._note = folder / f"{self._run_id}.json"
-        own = _CloneNote(address=cluster.gcs_address, app=self.app, boot_id=processes.boot_id(), **asdict(processes.me()))
+        own = _CloneNote(
+            address=cluster.gcs_address, app=self.app, boot_id=processes.boot_id(), **asdict(processes.me())
+        )
         self._note.write_text(own.model_dump_json())
         return cluster
 

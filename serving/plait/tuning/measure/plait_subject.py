@@ -27,8 +27,8 @@ _RESTARTS = frozenset({Effect.RESTARTED, Effect.ADDED, Effect.SCALED})
 
 class PlaitSubject:
     """An application of plait to be measured; made when the job is sound and its Ray runs. `running`: the application;
-    `name`, `features`: as the library remembers it. `log_path`: where its processes write. `unseen`: metrics that cannot be
-    seen of it."""
+    `name`, `features`: as the library remembers it. `log_path`: where its processes write. `unseen`: metrics that
+    cannot be seen of it."""
 
     unseen: frozenset[str] = frozenset()
 
