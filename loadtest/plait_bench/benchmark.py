@@ -1,8 +1,9 @@
 """The protocol that every benchmark implements. Contracts only; rounds, their order, pairs and ratios are the runner's.
 Standard library only: systems in other environments import it.
 
-A *benchmark* has workloads. A *workload* opens each of its systems, in one of the layouts that the system offers; an
-open system is a *subject*, which is measured once in each round. What a subject measures is a list of *readings*.
+A *benchmark* is a list of workloads. A *workload* opens each of its systems, in one of the layouts that the system
+offers; an open system is a *subject*, which is measured once in each round. What a subject measures is a list of
+*readings*.
 """
 
 from __future__ import annotations
@@ -155,13 +156,6 @@ class Workload:
         return ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Benchmark:
-    """Workloads."""
-
-    workloads: tuple[Workload, ...]
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` (0..1) of `values` lie, linear between neighbours. Raises ValueError if
     there are none."""
@@ -188,10 +182,10 @@ def chosen(asked: Sequence[str], there: Sequence[str], what: str) -> tuple[str, 
     return tuple(name for name in there if not asked or name in asked)
 
 
-def selected(workloads: Iterable[Workload], only: Sequence[str]) -> Benchmark:
-    """Return the benchmark of the workloads that were asked for, or of all. Raises `BenchError` for unknown ones."""
+def selected(workloads: Iterable[Workload], only: Sequence[str]) -> tuple[Workload, ...]:
+    """Return the workloads that were asked for, or all. Raises `BenchError` for unknown ones."""
     there = {workload.name: workload for workload in workloads}
-    return Benchmark(workloads=tuple(there[name] for name in chosen(only, tuple(there), "workload")))
+    return tuple(there[name] for name in chosen(only, tuple(there), "workload"))
 
 
 def cache_folder() -> Path:

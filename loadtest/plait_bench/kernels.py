@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 from torch.utils.benchmark import Timer
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, readings, selected
+from plait_bench.benchmark import Reading, Say, Subject, Workload, readings, selected
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_kernels.devices import default_device
 from plait_kernels.executors.cuda_capture import CudaCapture
@@ -340,7 +340,7 @@ def _compiles(device: str) -> bool:
     return device == "cuda" or any(shutil.which(name) for name in ("g++", "clang++"))
 
 
-def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+def benchmark(*, only: Sequence[str] = ()) -> tuple[Workload, ...]:
     """Make the benchmark of all cases, or of those named. Raises `BenchError`."""
     clock = DeviceTimer(default_device())
     return selected([OperatorWorkload(case, clock) for case in cases(clock.device)], only)

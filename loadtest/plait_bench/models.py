@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, published, readings, selected
+from plait_bench.benchmark import Reading, Say, Workload, cache_folder, published, readings, selected
 from plait_bench.commands import write_random_model
 from plait_serving.diffusion.models.switching import ModelDemand, Switch, next_switch
 from plait_serving.images.routing import ReplicaState, begins_in_s
@@ -333,7 +333,9 @@ def _opened(folders: Mapping[str, Path]) -> Engine:
     return build_engine_of(settings, memory_bytes=process + int((_ROOM + 0.5) * one))
 
 
-def benchmark(*, only: Sequence[str] = (), models: Path | None = None, data: Path | None = None) -> Benchmark:
+def benchmark(
+    *, only: Sequence[str] = (), models: Path | None = None, data: Path | None = None
+) -> tuple[Workload, ...]:
     """Make the benchmark; `models`: where they are, or are written; `data`: the folder that holds `genai-v2026`. Raises
     `BenchError`."""
     switching = Switching("sd15-switches", models or cache_folder() / "models", family="sd15", edge=256)

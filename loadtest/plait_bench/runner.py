@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
-from plait_bench.benchmark import RATIO, Benchmark, Reading, ResultRow, Say, Subject, Workload, chosen
+from plait_bench.benchmark import RATIO, Reading, ResultRow, Say, Subject, Workload, chosen
 from plait_bench.errors import SystemUnavailable
 from plait_bench.host import HostConditions, conditions, is_busy
 
@@ -59,16 +59,16 @@ def joined(parts: Sequence[BenchResult]) -> BenchResult:
 
 
 def run(
-    benchmark: Benchmark, plan: RunPlan, *, say: Say, look: Callable[[], HostConditions] = conditions
+    workloads: Sequence[Workload], plan: RunPlan, *, say: Say, look: Callable[[], HostConditions] = conditions
 ) -> Iterator[BenchResult]:
     """Measure every workload in turn and yield each result once it is complete. Raises `BenchError`.
 
     `look` returns the host's conditions, before each round.
     """
-    there = dict.fromkeys(system for workload in benchmark.workloads for system in workload.systems)
+    there = dict.fromkeys(system for workload in workloads for system in workload.systems)
     chosen(plan.systems, tuple(there), "system")
     began = look()
-    for workload in benchmark.workloads:
+    for workload in workloads:
         if any(map(plan.takes, workload.systems)):
             yield _Measuring(workload, plan, say, look, began).result()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.jobs.state import Interval
-from plait_bench.benchmark import Benchmark, Reading, ResultRow, Say, Subject, Workload, selected
+from plait_bench.benchmark import Reading, ResultRow, Say, Subject, Workload, selected
 from plait_bench.commands import PLAIT, run_command, serving_plait
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.host import ROOT
@@ -125,6 +125,6 @@ class TunedJob(Workload):
         return path
 
 
-def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+def benchmark(*, only: Sequence[str] = ()) -> tuple[Workload, ...]:
     """Make the benchmark. Raises `BenchError` for an unknown workload."""
     return selected([TunedJob(name, app) for name, app in JOBS.items()], only)

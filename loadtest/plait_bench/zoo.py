@@ -24,7 +24,7 @@ import torch
 import yaml
 from torch import nn
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, readings, selected
+from plait_bench.benchmark import Reading, Say, Workload, cache_folder, readings, selected
 from plait_bench.commands import run_command
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.errors import GraphError
@@ -412,7 +412,7 @@ class Zoo(Workload):
         return readings({**values, "refused": "refused" in found}, workload=found["variant"])
 
 
-def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+def benchmark(*, only: Sequence[str] = ()) -> tuple[Workload, ...]:
     """Make the benchmark. Raises `BenchError` for an unknown workload."""
     return selected([Zoo()], only)
 

@@ -210,7 +210,7 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool, within_min: 
     """Run the capacity search; its report is that of the run that confirmed the rate, plus the trials."""
     from plait_loadtest.capacity import find_capacity
     from plait_loadtest.measure import lag_limit
-    from plait_loadtest.run.coordinator import is_slow_alone
+    from plait_loadtest.run.echo import is_slow_alone
     from plait_loadtest.session import measure_at, search_of
     from plait_loadtest.wire.dial import require_listener
 

@@ -7,13 +7,15 @@ Every draw is a function of uniforms in [0, 1) or of a numpy Generator that the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Drawn = TypeVar("Drawn")
 
 MLPERF_CANDIDATES: dict[int, float] = {100: 2, 200: 12, 300: 2, 400: 1, 500: 1, 600: 1, 700: 1}
 """User-item pairs per query of MLPerf's DLRM (mean 270): mlcommons/inference, recommendation/dlrm_v2/pytorch,
@@ -38,6 +40,23 @@ def zipf_weights(count: int, exponent: float) -> Floats:
 def pick(sums: Floats, uniforms: Floats) -> Ints:
     """Return the item index for each uniform (inverse of the cumulative). An item of weight 0 is never picked."""
     return np.searchsorted(sums, uniforms, side="right").astype(np.int64)
+
+
+class WeightedChoice(Generic[Drawn]):
+    """Weighted choice: values and their cumulative weights."""
+
+    def __init__(self, weights: Mapping[Drawn, float]) -> None:
+        self._values = list(weights)
+        self._sums = cumulative(list(weights.values()))
+
+    def pick(self, uniforms: Floats) -> list[Drawn]:
+        """Return a value for each uniform."""
+        return [self._values[index] for index in pick(self._sums, uniforms).tolist()]
+
+
+def pick_texts(texts: Sequence[str], uniforms: Floats) -> list[str]:
+    """Return one of `texts` for each uniform, all equally likely."""
+    return [texts[index] for index in (uniforms * len(texts)).astype(np.int64).tolist()]
 
 
 def pick_distinct(sums: Sequence[float], uniforms: Sequence[float]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from plait_loadtest.scenario import Scenario, Slo
+from plait_loadtest.scenario import MixClass, Scenario, Slo
 from plait_loadtest.values import Records, RequestOutcome, RunResult
 
 ANSWERED = (
@@ -122,6 +122,11 @@ def window_of(records: Records, scenario: Scenario, result: RunResult) -> Measur
 def slo_of(scenario: Scenario, name: str) -> Slo | None:
     """Return the SLO of a class: its own, or the scenario's."""
     return scenario.slos.get(name, scenario.slo)
+
+
+def slos_of(scenario: Scenario) -> list[tuple[MixClass, Slo]]:
+    """Return the classes that have an SLO, each with it."""
+    return [(item, slo) for item in scenario.mix if (slo := slo_of(scenario, item.name)) is not None]
 
 
 def percentile_of(slo: Slo, api: str) -> float:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from plait_loadtest import histogram
 from plait_loadtest.confidence import is_refuted
 from plait_loadtest.histogram import Histogram
-from plait_loadtest.judging import Ints, Judged, Mask, MeasuredWindow, judge_records, percentile_of, slo_of
+from plait_loadtest.judging import Ints, Judged, Mask, MeasuredWindow, judge_records, percentile_of, slo_of, slos_of
 from plait_loadtest.scenario import Scenario, Slo
 from plait_loadtest.values import Records, RequestOutcome, RunResult
 
@@ -152,13 +152,17 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
 
 def lag_limit(scenario: Scenario) -> float:
     """Return the limit of the p99 of send lag and of the control request, in ms: max(5 ms, 5 % of the tightest SLO)."""
-    slos = [slo_of(scenario, item.name) for item in scenario.mix]
-    return max(5.0, 0.05 * min((slo.latency_ms for slo in slos if slo is not None), default=0.0))
+    return max(5.0, 0.05 * min((slo.latency_ms for _, slo in slos_of(scenario)), default=0.0))
 
 
 def min_requests(percentile: float) -> int:
     """Return the fewest requests for which a percentile is more than just their maximum: 1 / (1 - p), 100 for a p99."""
     return round(1.0 / (1.0 - percentile / 100.0))
+
+
+def requests_to_judge(scenario: Scenario) -> int:
+    """Return how many requests are enough to judge the SLO of each class, if all were of it."""
+    return max((min_requests(percentile_of(slo, item.api)) for item, slo in slos_of(scenario)), default=1)
 
 
 def of_durations(values_ns: Ints) -> Percentiles:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 
 from plait_loadtest.arrivals import rate_profile, schedule
 from plait_loadtest.mix import RequestMix
 from plait_loadtest.scenario import ClosedLoopCallers, Scenario, TraceArrivals
 from plait_loadtest.seeds import Stream, make_rng
 from plait_loadtest.validate import validate
-from plait_loadtest.values import RequestPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestPlan:
+    """What is sent when, drawn before anything is sent.
+
+    `scheduled_ns` int64 (N,), ascending; the first `warm_up` requests are not measured. Closed loop: empty array,
+    `concurrency` callers send without a schedule until `count` requests are done or, without it, the time is over.
+    `cancelled` bool (N,): requests that are given up on purpose.
+    """
+
+    scheduled_ns: npt.NDArray[np.int64]
+    warm_up: int
+    mix: RequestMix
+    cancelled: npt.NDArray[np.bool_]
+    concurrency: int = 0
+    count: int | None = None
 
 
 def make_plan(scenario: Scenario) -> RequestPlan:

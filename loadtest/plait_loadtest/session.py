@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait_loadtest.capacity import CapacitySearch, ClassTarget, Observed, observe
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.judging import percentile_of, slo_of
+from plait_loadtest.judging import percentile_of, slos_of
 from plait_loadtest.measure import RunSummary, min_requests, summarise
 from plait_loadtest.plan import expected_requests, make_plan
 from plait_loadtest.scenario import ClosedLoopCallers, ConstantArrivals, GammaArrivals, PoissonArrivals, Scenario
@@ -65,7 +65,7 @@ def finished(
 def settles(scenario: Scenario, *, limit_s: float) -> bool:
     """Ask for one thing at a time until an answer comes in time, so that nothing of an earlier load is waited for any
     more; return whether one did within `limit_s`. What a server computes for nobody beside that stays unseen."""
-    slos = [slo.latency_ms for item in scenario.mix if (slo := slo_of(scenario, item.name)) is not None]
+    slos = [slo.latency_ms for _, slo in slos_of(scenario)]
 
     def is_quick(progress: RunProgress) -> str | None:
         quick = progress.recent_p95_ms is not None and progress.recent_p95_ms <= max(slos, default=float("inf"))
@@ -84,12 +84,11 @@ def foreseen(scenario: Scenario) -> list[str]:
     a threshold cannot be read."""
     parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
     expected = expected_requests(scenario)
+    if expected is None:
+        return []
     whole = sum(item.weight for item in scenario.mix)
     found = []
-    for item in scenario.mix:
-        slo = slo_of(scenario, item.name)
-        if slo is None or expected is None:
-            continue
+    for item, slo in slos_of(scenario):
         percentile, planned = percentile_of(slo, item.api), expected * item.weight / whole
         if planned < (needed := min_requests(percentile)):
             asked = f"{item.name}: {percentile:g} % within {slo.latency_ms:g} ms takes {needed} requests to judge"
@@ -108,8 +107,7 @@ def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenari
         raise ScenarioError(
             f"arrivals.kind: {arrivals.kind} has no single rate to search; use poisson, gamma or constant"
         )
-    slos = [slo for item in scenario.mix if (slo := slo_of(scenario, item.name)) is not None]
-    drain_s = max(5.0, 3.0 * max((slo.latency_ms for slo in slos), default=0.0) / 1e3)
+    drain_s = max(5.0, 3.0 * max((slo.latency_ms for _, slo in slos_of(scenario)), default=0.0) / 1e3)
     limits = scenario.limits.model_copy(update={"drain_s": min(scenario.limits.drain_s, drain_s)})
     return scenario.model_copy(
         update={
@@ -128,8 +126,7 @@ def search_of(scenario: Scenario, *, beyond: float | None = None, within_s: floa
     weights = sum(item.weight for item in first.mix)
     needs = tuple(
         ClassTarget(percentile=percentile_of(slo, item.api), latency_ms=slo.latency_ms, share=item.weight / weights)
-        for item in first.mix
-        if (slo := slo_of(scenario, item.name)) is not None
+        for item, slo in slos_of(first)
     )
     if not needs:
         raise ScenarioError("slo: a capacity search needs one (--slo-ms)")

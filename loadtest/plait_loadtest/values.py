@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,40 +78,6 @@ class PreparedRequest:
     path: str
     headers: tuple[tuple[str, str], ...] = ()
     body: bytes = b""
-
-
-class Mix(Protocol):
-    """The requests by index. Pure: the same scenario and index give the same bytes in every process."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Names of the request classes."""
-
-    def kind(self, index: int) -> int:
-        """Return the class of request `index`, without building it."""
-
-    def build(self, index: int) -> PreparedRequest:
-        """Return the request."""
-
-    def asked(self, index: int) -> int:
-        """Return how many images or outputs request `index` asks for; 0: nobody can tell."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RequestPlan:
-    """What is sent when, drawn before anything is sent.
-
-    `scheduled_ns` int64 (N,), ascending; the first `warm_up` requests are not measured. Closed loop: empty array,
-    `concurrency` callers send without a schedule until `count` requests are done or, without it, the time is over.
-    `cancelled` bool (N,): requests that are given up on purpose.
-    """
-
-    scheduled_ns: npt.NDArray[np.int64]
-    warm_up: int
-    mix: Mix
-    cancelled: npt.NDArray[np.bool_]
-    concurrency: int = 0
-    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Benchmark, Say
+from plait_bench.benchmark import Say, Workload
 from plait_bench.errors import SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import (
@@ -61,14 +61,14 @@ def calm() -> HostConditions:
 
 
 def measured(
-    benchmark: Benchmark,
+    workloads: Sequence[Workload],
     plan: RunPlan,
     *,
     look: Callable[[], HostConditions] = calm,
     say: Say = lambda _: None,
 ) -> BenchResult:
-    """The result of a benchmark on a host with nothing else to do."""
-    return joined(list(run(benchmark, plan, say=say, look=look)))
+    """The result of some workloads on a host with nothing else to do."""
+    return joined(list(run(workloads, plan, say=say, look=look)))
 
 
 def fake_systems(*names: str, **more: object) -> list[System]:

@@ -14,7 +14,6 @@ import torch
 from fakes import bench
 from fakes.bench import InProcessFleet, tiny_model_folder
 from plait_bench import images
-from plait_bench.benchmark import Benchmark
 from plait_bench.host import host_facts
 from plait_bench.images import measured as pixels
 from plait_bench.images.fleet import ItemList
@@ -44,7 +43,7 @@ def _document(folder: Path, size: ImageSize, names: Sequence[str]) -> Mapping[st
         workloads = images.on_fleets(folder, [size], names, SYSTEMS, open_fleet=InProcessFleet, host_cores=1)
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
-            result = bench.measured(Benchmark(workloads=tuple(workloads)), RunPlan(rounds=1, trials=1, settles=False))
+            result = bench.measured(workloads, RunPlan(rounds=1, trials=1, settles=False))
     finally:
         torch.set_num_threads(threads)
     return document("images", "abc123", host_facts(), result)

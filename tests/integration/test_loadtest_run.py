@@ -21,7 +21,7 @@ from plait_loadtest.values import RECORD, RequestOutcome
 
 
 class BrokenMix:
-    """Implements `Mix`, badly."""
+    """A `RequestMix`, badly."""
 
     kinds = ("broken",)
 

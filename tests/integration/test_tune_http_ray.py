@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 
 from fakes.tuning_desk import Threads
 from plait.config import TuningSection
-from plait.tuning.service.errors import NoSuchJob
 from plait.tuning.service.job_process import start_job
 from plait.tuning.service.job_queue import JobQueueSettings
+from plait.tuning.service.job_view import JobQueueError
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_serving.http.app import create_app
@@ -60,7 +60,7 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
     service = ActorTuningService(lambda: settings, start=start)
     while not (await service.call("since", job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.1)
-    with pytest.raises(NoSuchJob):
+    with pytest.raises(JobQueueError, match="there is no tuning job"):
         await service.call("job", "absent")
     (actor,) = _tuners() - others
     os.kill(await ray.get_actor(*actor).__ray_call__.remote(_pid), signal.SIGKILL)

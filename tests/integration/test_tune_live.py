@@ -16,8 +16,7 @@ import pytest
 
 from fakes.tuned_app import COMPOSE, TARGET, write_job
 from plait.tuning.job import local_run as work
-from plait.tuning.job import recover
-from plait.tuning.job.recover import recover_all
+from plait.tuning.measure import live
 from plait.tuning.measure.live import left_notes, note_path
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.values import FailureKind
@@ -137,8 +136,8 @@ def test_a_server_is_given_knobs_and_what_a_killed_tuner_left_is_rolled_back(ser
     assert left_notes(root) == [server.port]
     said: list[str] = []
     run = subprocess.run
-    monkeypatch.setattr(recover.subprocess, "run", lambda command, **how: run([*command, COMPOSE], **how))
-    recover_all(root, say=said.append)
+    monkeypatch.setattr(live.subprocess, "run", lambda command, **how: run([*command, COMPOSE], **how))
+    live.recover_all(root, say=said.append)
     assert "has its own configuration again" in said[-1]
     assert knobs_in_force(server) == ("16", "0.0")
     assert not note.exists()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from plait_loadtest.measure import summarise
+from plait_loadtest.plan import RequestPlan
 from plait_loadtest.scenario import ImageClass, PoissonArrivals, Scenario, Slo
 from plait_loadtest.session import FinishedRun
 from plait_loadtest.thresholds import check, parse_all
-from plait_loadtest.values import RECORD, Echo, RequestOutcome, RequestPlan, RunResult
+from plait_loadtest.values import RECORD, Echo, RequestOutcome, RunResult
 
 MS = 1_000_000
 SECOND = 1_000_000_000

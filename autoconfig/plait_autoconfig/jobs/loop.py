@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -22,21 +22,19 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from plait_autoconfig.designers import maker_of
-from plait_autoconfig.designers.base import ServiceContext
-from plait_autoconfig.errors import JobBroken, NothingValid, TunerError
+from plait_autoconfig.designers.base import Designer, ServiceContext
+from plait_autoconfig.errors import Exhausted, JobBroken, NothingValid, OutsideSpace, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
-from plait_autoconfig.jobs.presence import LEASE_S
-from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.records import GONE, Claim, Record, given_up, lost_as_crash, searched_trials
 from plait_autoconfig.jobs.reporting import read_state, used_seconds
 from plait_autoconfig.jobs.runner import ChildRunner
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
-from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.jobs.store import LEASE_S, JobStore
 from plait_autoconfig.objective import GOODPUT_PER_S
 from plait_autoconfig.trial_load import expected_rate
 from plait_autoconfig.values import Config, TuningSubject, cells_of, config_key, pooled
@@ -288,6 +286,44 @@ class _JobWorker:
 
     def _say(self, kind: EventKind, text: str, number: int | None = None) -> None:
         self._on_event(JobEvent(kind=kind, text=text, number=number))
+
+
+class Proposals:
+    """One worker's designer. Workers of a job share no memory: it learns of others' measurements through records."""
+
+    def __init__(self, designer: Designer, spec: JobSpec) -> None:
+        self._designer, self._spec = designer, spec
+        self._reported: set[int] = set()
+
+    def next(self, records: Sequence[Record]) -> Config | str:
+        """Return a configuration that nobody has measured or is measuring, or why the search is over. It is asked for
+        until it is claimed: then the records have it."""
+        self._follow([record for record in records if record.kind.compares])
+        if why := self._why_stop(records):
+            return why
+        try:
+            return self._designer.ask()
+        except Exhausted as error:
+            return str(error)
+
+    def _follow(self, records: Sequence[Record]) -> None:
+        """Tell the designer what has finished since, and what is being measured now, by whomever."""
+        for record in records:
+            trial = None if record.number in self._reported else record.trial()
+            if trial is not None:
+                self._reported.add(record.number)
+                with suppress(OutsideSpace):  # the reference may lie outside: it says nothing about any cell
+                    self._designer.tell(trial)
+        self._designer.expect(record.config for record in records if record.status == "running")
+
+    def _why_stop(self, records: Sequence[Record]) -> str:
+        stop = self._spec.stop
+        made = sum(record.kind is MeasurementKind.TRIAL and record.valid for record in records)
+        if made < stop.least_trials or not stop.expected_gain:
+            return ""
+        regret = self._designer.expected_regret()
+        said = f"the designer expects no more than {100.0 * regret:.2g} % to be left to gain"
+        return said if regret < stop.expected_gain else ""
 
 
 @contextmanager

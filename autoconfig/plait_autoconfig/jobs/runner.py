@@ -47,49 +47,9 @@ class ChildRunner:
         self._connection: Connection | None = None
         self._unrestored = False
 
-    def check(self, tick: Tick) -> TuningSubject:
-        """Check the job as in `Measurer.check`. Raises `JobRefused`, or `JobBroken` if the measurer cannot be made."""
-        return self._started(tick)
-
-    def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
-        """Measure for at most `task.limit_s` (plus the start of a fresh process), whatever the measurer does. Raises
-        only what `check` does."""
-        if self._process is None:
-            self._started(tick)
-        began = time.monotonic()
-        try:
-            measured = _MEASURED.validate_python(self._asked(("measure", task), task.limit_s, say, tick))
-        except _NoAnswer as error:
-            measured = Measured(outcome=error.outcome)
-        return replace(measured, duration_s=time.monotonic() - began)
-
-    def apply(self, config: Config) -> None:
-        """Apply as in `Measurer.apply`. Raises `JobBroken`."""
-        if self._process is None:
-            self._started()
-        try:
-            self._asked(("apply", dict(config)), self._spec.start_limit_s)
-        except _NoAnswer as error:
-            raise JobBroken(f"the best configuration could not be applied: {error}") from error
-
-    def finish(self) -> None:
-        """Restore, close and end the process, if there is one; one that was killed while it changed a live service is
-        started once more. Raises `JobBroken` if others use what was tuned, and it could not be restored."""
-        if self._process is None and self._unrestored:
-            self._started()
-        try:
-            if self._connection is not None and self._spec.target.is_shared:
-                self._asked(("restore",), self._spec.start_limit_s)
-        except _NoAnswer as error:
-            msg = f"what was tuned has not got its own configuration back: {error}; run the job again to try it again"
-            raise JobBroken(msg) from error
-        finally:
-            if self._connection is not None:
-                self._end(grace_s=PARTING_S)
-            self._unrestored = False
-
-    def _started(self, tick: Tick = lambda: None) -> TuningSubject:
-        """Start a process, make the measurer in it and have it check the job."""
+    def check(self, tick: Tick = lambda: None) -> TuningSubject:
+        """Start a process, make the measurer in it and have it check the job as in `Measurer.check`. Raises
+        `JobRefused`, or `JobBroken` if the measurer cannot be made."""
         self._spawn()
         source, spec = self._source, self._spec.model_dump_json()
         check = ("check", source.factory, self._folder, dict(source.arguments), spec)
@@ -101,6 +61,43 @@ class ChildRunner:
             if isinstance(error, JobRefused):
                 raise
             raise JobBroken(f"the measurer could not be started: {error} (see {self._log})") from error
+
+    def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
+        """Measure for at most `task.limit_s` (plus the start of a fresh process), whatever the measurer does. Raises
+        only what `check` does."""
+        if self._process is None:
+            self.check(tick)
+        began = time.monotonic()
+        try:
+            measured = _MEASURED.validate_python(self._asked(("measure", task), task.limit_s, say, tick))
+        except _NoAnswer as error:
+            measured = Measured(outcome=error.outcome)
+        return replace(measured, duration_s=time.monotonic() - began)
+
+    def apply(self, config: Config) -> None:
+        """Apply as in `Measurer.apply`. Raises `JobBroken`."""
+        if self._process is None:
+            self.check()
+        try:
+            self._asked(("apply", dict(config)), self._spec.start_limit_s)
+        except _NoAnswer as error:
+            raise JobBroken(f"the best configuration could not be applied: {error}") from error
+
+    def finish(self) -> None:
+        """Restore, close and end the process, if there is one; one that was killed while it changed a live service is
+        started once more. Raises `JobBroken` if others use what was tuned, and it could not be restored."""
+        if self._process is None and self._unrestored:
+            self.check()
+        try:
+            if self._connection is not None and self._spec.target.is_shared:
+                self._asked(("restore",), self._spec.start_limit_s)
+        except _NoAnswer as error:
+            msg = f"what was tuned has not got its own configuration back: {error}; run the job again to try it again"
+            raise JobBroken(msg) from error
+        finally:
+            if self._connection is not None:
+                self._end(grace_s=PARTING_S)
+            self._unrestored = False
 
     def _spawn(self) -> None:
         ours, theirs = Pipe()

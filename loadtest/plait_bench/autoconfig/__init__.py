@@ -15,12 +15,12 @@ from pathlib import Path
 from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.searching import Searching
 from plait_bench.autoconfig.services import SPACES, falcon_suite, own_suite
-from plait_bench.benchmark import Benchmark, selected
+from plait_bench.benchmark import Workload, selected
 
 SEEDS, QUICK_SEEDS = 20, 2
 
 
-def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> Benchmark:
+def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> tuple[Workload, ...]:
     """Make the benchmark. Raises `BenchError`."""
     made: dict[str, Searching] = {}
     for family, name in synthetic.FAMILIES.items():

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Benchmark, Workload, selected
+from plait_bench.benchmark import Workload, selected
 from plait_bench.disagg.goodput import SCALES, Goodput
 from plait_bench.disagg.in_process import InProcess, OneByOne
 
 
-def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+def benchmark(*, only: Sequence[str] = ()) -> tuple[Workload, ...]:
     """Make the benchmark of all workloads, or of those named. Raises `BenchError` for an unknown name."""
     counts = (1, 64, 512)
     workloads: list[Workload] = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Benchmark, selected
+from plait_bench.benchmark import Workload, selected
 from plait_bench.fabric.links import ModelledLinks
 from plait_bench.fabric.round_trips import RoundTrips
 from plait_bench.fabric.throughput import Throughput
@@ -18,6 +18,6 @@ from plait_bench.fabric.transports import Transports
 WORKLOADS = (Throughput, RoundTrips, Transports, ModelledLinks)
 
 
-def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+def benchmark(*, only: Sequence[str] = ()) -> tuple[Workload, ...]:
     """Make the benchmark of all workloads, or of those named. Raises `BenchError` for an unknown name."""
     return selected([workload() for workload in WORKLOADS], only)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Benchmark, selected
+from plait_bench.benchmark import Workload, selected
 from plait_bench.faults.attacks import ALL, ATTACKS
 from plait_bench.faults.killing import Ends, Night, Steady
 from plait_bench.faults.server import OnServer
@@ -17,7 +17,7 @@ from plait_bench.faults.tenants import FirstImage, ManyFiles, ManyModels, Neighb
 SEEDS, QUICK_SEEDS = 3, 1
 
 
-def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+def benchmark(*, only: Sequence[str] = ()) -> tuple[Workload, ...]:
     """Make the benchmark of all workloads, or of those named. Raises `BenchError` for an unknown name."""
     workloads: list[OnServer] = [
         Ends("ends"),

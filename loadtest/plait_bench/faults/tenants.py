@@ -91,11 +91,14 @@ class Share(Flood):
         """Offer B's requests at an even rate, A's without a pause."""
         flood, asks = ClosedLoopCallers(concurrency=self.connections), [_image(i) for i in range(_KINDS)]
         rate, mine = ConstantArrivals(rate_per_s=self.per_s), [_image(_SEED + i) for i in range(_KINDS)]
+        floods = []
         with ThreadPoolExecutor() as threads:
             if system == "beside":
-                threads.submit(self.loaded, asks, flood, _RAMP_S + self.round_s, key=KEYS["a"])
+                floods.append(threads.submit(self.loaded, asks, flood, _RAMP_S + self.round_s, key=KEYS["a"]))
                 await asyncio.sleep(_RAMP_S)
             served = self.loaded(mine, rate, self.round_s, key=KEYS["b"], within_s=self.within_s)
+        for each in floods:
+            each.result()  # raises what kept A from asking: B was alone then
         return readings({"goodput_per_s": served.summary.total.goodput_per_s})
 
     def promises(self, values: Values) -> Iterator[Promise]:

@@ -7,7 +7,6 @@ from itertools import product
 import torch
 
 from plait_bench import runner
-from plait_bench.benchmark import Benchmark
 from plait_bench.errors import Disagreement
 from plait_bench.gpu.rows import GpuRun
 from plait_bench.kernels import COMPILED, benchmark
@@ -24,14 +23,12 @@ _SHAPES = ((2, 320, 128, 128), (2, 1920, 64, 64), (2, 2560, 8, 8), (3, 640, 144,
 def operators(run: GpuRun) -> None:
     """Compare and time each that a GPU has."""
     _promises(run)
-    for workload in benchmark(only=("geglu-sdxl-4096x2560",) if run.tiny else ()).workloads:
+    for workload in benchmark(only=("geglu-sdxl-4096x2560",) if run.tiny else ()):
         if run.left_s <= 0:
             return
         names = tuple(name for name in workload.systems if not (run.tiny and name == COMPILED))
         try:
-            (result,) = runner.run(
-                Benchmark(workloads=(workload,)), RunPlan(rounds=_ROUNDS, systems=names), say=lambda _: None
-            )
+            (result,) = runner.run((workload,), RunPlan(rounds=_ROUNDS, systems=names), say=lambda _: None)
         except Disagreement as error:
             run.failed("operators", str(error))
         else:

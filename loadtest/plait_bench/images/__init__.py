@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
+from plait_bench.benchmark import Say, Workload, cache_folder, chosen, cores
 from plait_bench.commands import environment, write_random_model
 from plait_bench.errors import BenchError
 from plait_bench.images.fleet import ItemList, System
@@ -157,7 +157,7 @@ def benchmark(
     dtype: str = "auto",
     device: Literal["cpu", "cuda"] = "cpu",
     systems: Sequence[str] = (),
-) -> Benchmark:
+) -> tuple[Workload, ...]:
     """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
     and their systems or those named. `edge` None: the size's own. `dtype` "auto": each that the CPU computes in (of a
     transformer only the narrowest), float16 on a GPU.
@@ -182,7 +182,7 @@ def benchmark(
         settings = _settings(root, each, items)
         known = [SYSTEMS[name].given(settings) for name in taking_part(START, each, systems)]
         starts.append(StartWorkload(each.row_name(START), known, items[0], prepare=write))
-    return Benchmark(workloads=(*starts, *fleets))
+    return (*starts, *fleets)
 
 
 def on_fleets(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, cache_folder, readings, selected
+from plait_bench.benchmark import Reading, Say, Subject, Workload, cache_folder, readings, selected
 from plait_bench.commands import PLAIT, environment
 from plait_bench.errors import SystemFailed, SystemUnavailable
 from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure, noop_server
@@ -182,6 +182,6 @@ class NoopWorkload(Workload):
         yield Subject(lambda _: taken(_ROUND_S), trial=lambda _: taken(TRIAL_S))
 
 
-def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+def benchmark(*, only: Sequence[str] = ()) -> tuple[Workload, ...]:
     """Make the benchmark. Raises `BenchError` for an unknown name."""
     return selected([NoopWorkload()], only)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Benchmark, selected
+from plait_bench.benchmark import Workload, selected
 from plait_bench.placement.filling import PUBLISHED, Departures, Filling
 from plait_bench.placement.on_ray import LARGE, SMALL, OnRay
 
 SEEDS, QUICK_SEEDS = 10, 2
 
 
-def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> Benchmark:
+def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> tuple[Workload, ...]:
     """Make the benchmark; `data`: the folder that holds `fgd`. Raises `BenchError`."""
     published = [Filling(name, data) for name in PUBLISHED]
     on_ray = [OnRay("ray", LARGE), OnRay("small-ray", SMALL)]

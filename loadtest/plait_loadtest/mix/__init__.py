@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from plait_loadtest.distributions import Floats
-from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
+from plait_loadtest.distributions import Floats, WeightedChoice
 from plait_loadtest.mix.images import ImageRequests, read_file
 from plait_loadtest.mix.infer import InferRequests
 from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, RawClass, Scenario
-from plait_loadtest.seeds import Numbered, Stream
-from plait_loadtest.values import Mix, PreparedRequest
+from plait_loadtest.seeds import Chunks, Numbered, Stream
+from plait_loadtest.values import PreparedRequest
 
 __all__ = ["RequestMix"]
 
@@ -51,9 +50,10 @@ class RawRequests:
 ClassRequests: TypeAlias = ImageRequests | InferRequests | RawRequests
 
 
-class RequestMix(Mix):
-    """The mix of a scenario, drawn in chunks: one chunk of kinds for all classes, one of details for each class. Reads
-    the files that it names; raises `ScenarioError` if one cannot be read."""
+class RequestMix:
+    """The requests of a scenario by index: the same scenario and index give the same bytes in every process. Drawn in
+    chunks: one chunk of kinds for all classes, one of details for each class. Reads the files that it names; raises
+    `ScenarioError` if one cannot be read."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._names = tuple(spec.name for spec in scenario.mix)
@@ -70,7 +70,7 @@ class RequestMix(Mix):
 
     def kind(self, index: int) -> int:
         """Return the class of request `index`, without building it."""
-        return self._kinds[index // CHUNK][index % CHUNK]
+        return self._kinds[index]
 
     def build(self, index: int) -> PreparedRequest:
         """Return the request, built by its class."""

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from plait_loadtest.distributions import Floats, cumulative, pick_distinct, zipf_weights
+from plait_loadtest.distributions import Floats, WeightedChoice, cumulative, pick_distinct, pick_texts, zipf_weights
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice, pick_texts
 from plait_loadtest.mix.control_images import control_image, mask_image
 from plait_loadtest.scenario import ControlNets, Edits, ImageClass, LoadTarget, Loras
-from plait_loadtest.seeds import Numbered
+from plait_loadtest.seeds import Chunks, Numbered
 from plait_loadtest.values import PreparedRequest
 
 DEFAULT_PATH = "/v1/images/generations"
@@ -72,7 +71,7 @@ class ImageRequests:
 
     def draw(self, index: int) -> ImageDraw:
         """Return what request `index` asks for."""
-        return self._chunks[index // CHUNK][index % CHUNK]
+        return self._chunks[index]
 
     def _draw_chunk(self, uniforms: Floats) -> list[ImageDraw]:
         prompts, sizes = pick_texts(self._prompts, uniforms[:, 0]), self._size.pick(uniforms[:, 1])

@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import to_json
 
-from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, ZipfRanks
-from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
+from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, WeightedChoice, ZipfRanks
 from plait_loadtest.scenario import InferClass, InferInput, LoadTarget
-from plait_loadtest.seeds import Numbered
+from plait_loadtest.seeds import Chunks, Numbered
 from plait_loadtest.values import PreparedRequest
 
 Tensor: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int64]
@@ -54,7 +53,7 @@ class InferRequests:
 
     def candidates(self, index: int) -> int:
         """Return how many candidates request `index` scores."""
-        return self._candidates[index // CHUNK][index % CHUNK]
+        return self._candidates[index]
 
     def tensors(self, index: int) -> list[Named]:
         """Return the inputs of request `index`."""

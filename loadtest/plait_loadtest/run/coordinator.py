@@ -16,7 +16,9 @@ import numpy as np
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.failures import FailureLog, joined
 from plait_loadtest.limits import sentences
-from plait_loadtest.run import echo_process, worker
+from plait_loadtest.plan import RequestPlan
+from plait_loadtest.run import worker
+from plait_loadtest.run.echo import EchoClock
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult, shares
 from plait_loadtest.run.processes import ended_by_signal, started, told
@@ -24,12 +26,10 @@ from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import (
     RECORD,
     WHOLE,
-    Echo,
     HostPart,
     OnProgress,
     Records,
     RequestCounts,
-    RequestPlan,
     RunProgress,
     RunResult,
     StopWhen,
@@ -242,63 +242,3 @@ def _lost(share: Share) -> Records:
     scenario = share.scenario
     ledger = Ledger(judge_of(scenario), FailureLog(scenario), share.scheduled_ns.tolist(), share.mix.asked)
     return worker.records_of(ledger, share, 0)
-
-
-RATE_PER_S = 20.0
-"""Enough for a p95 within ten seconds, at the cost of 0.1 % of a core."""
-
-_ANSWER_S = 5.0
-
-
-class EchoClock:
-    """The control request's process. It only observes: if it dies, the run continues without it.
-
-    The request is our own echo, asked for at a steady rate beside the load. It shares only the machine with the
-    generator, neither process nor interpreter lock: whatever it takes longer than usual, this host adds to every
-    latency of the run.
-    """
-
-    def __init__(self, *, rate_per_s: float = RATE_PER_S) -> None:
-        self._pipe, self._process = started(echo_process.main, int(1e9 / rate_per_s), "loadtest-echo")
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.kill()
-        self._process.join(_ANSWER_S)
-
-    def wait_ready(self) -> None:
-        """Wait until it can be started, for a few seconds at most."""
-        self._ask()
-
-    def start(self, start_ns: int) -> None:
-        """Send control requests from `start_ns` on."""
-        told(self._pipe, start_ns)
-
-    def stop(self) -> Echo:
-        """Return what it measured; nothing if it died."""
-        told(self._pipe, "stop")
-        seen = self._ask()
-        scheduled_ns, latency_ns = seen if isinstance(seen, tuple) else ([], [])
-        return Echo(
-            scheduled_ns=np.array(scheduled_ns, dtype=np.int64), latency_ns=np.array(latency_ns, dtype=np.int64)
-        )
-
-    def _ask(self) -> object:
-        try:
-            return self._pipe.recv() if self._pipe.poll(_ANSWER_S) else None
-        except (EOFError, OSError):
-            return None
-
-
-_ALONE_S = 3.0  # enough for the p99 to be about the largest of sixty
-
-
-def is_slow_alone(limit_ms: float) -> bool:
-    """Return whether control requests take longer than this (p99) while there is no load: then it is not the load."""
-    with closing(EchoClock()) as echo:
-        echo.wait_ready()
-        echo.start(time.perf_counter_ns())
-        time.sleep(_ALONE_S)
-        latency_ns = echo.stop().latency_ns
-    return bool(latency_ns.size) and float(np.percentile(latency_ns, 99.0)) / 1e6 > limit_ms

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_loadtest.errors import ScenarioError
+from plait_loadtest.mix import RequestMix
+from plait_loadtest.plan import RequestPlan
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import WHOLE, HostPart, Mix, RequestCounts, RequestPlan
+from plait_loadtest.values import WHOLE, HostPart, RequestCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,7 +25,7 @@ class Share:
     room: int
     beside: int
     scenario: Scenario
-    mix: Mix
+    mix: RequestMix
     scheduled_ns: npt.NDArray[np.int64]
     cancelled: npt.NDArray[np.bool_]
     warm_up: int

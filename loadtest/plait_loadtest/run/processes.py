@@ -18,7 +18,7 @@ from typing import Any
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """The signals that end a run early, all alike."""
 
-_IMPORTED = ["plait_loadtest.run.worker", "plait_loadtest.run.echo_process"]
+_IMPORTED = ["plait_loadtest.run.worker", "plait_loadtest.run.echo"]
 
 
 _LONGEST_FOLDER = 70

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from plait_loadtest.values import Mix, PreparedRequest
+from plait_loadtest.mix import RequestMix
+from plait_loadtest.values import PreparedRequest
 from plait_loadtest.wire.dial import RequestWriter
 
 BUDGET_BYTES = 256 << 20
@@ -21,7 +22,7 @@ _SLOT_BYTES = 64  # of a request that shares its bytes with the one before it
 class RequestFeed:
     """Hands out the bytes of requests in order of their slots."""
 
-    def __init__(self, mix: Mix, writer: RequestWriter, indices: Iterator[int], *, budget_bytes: int) -> None:
+    def __init__(self, mix: RequestMix, writer: RequestWriter, indices: Iterator[int], *, budget_bytes: int) -> None:
         self._mix = mix
         self._writer = writer
         self._indices = indices

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from plait_bench.benchmark import Benchmark
 from plait_bench.errors import Disagreement
 from plait_bench.kernels import (
     COPY,
@@ -42,7 +41,7 @@ class SlowClock(DeviceTimer):
 def measured(workload: OperatorWorkload):
     """The result of two rounds. torch.compile would take a C++ compiler long."""
     with torch.compiler.set_stance("force_eager"):
-        made = run(Benchmark(workloads=(workload,)), RunPlan(rounds=2), say=lambda _: None)
+        made = run((workload,), RunPlan(rounds=2), say=lambda _: None)
         return joined(list(made))
 
 

@@ -87,7 +87,7 @@ def test_a_request_that_finds_its_model_is_not_delayed_by_loads():
 
 def test_what_is_replayed_is_modelled(data):
     """And says so."""
-    (workload,) = benchmark(only=["load8-1x2"], data=data).workloads
+    (workload,) = benchmark(only=["load8-1x2"], data=data)
     with workload.session(print):
         assert {reading.kind for reading in workload.take("plait", 1)} == {"modelled"}
 

@@ -52,7 +52,7 @@ KERNELS = (
 def test_workloads_keep_their_names(name):
     """Of every benchmark."""
     made = import_module(f"plait_bench.{name}").benchmark()
-    assert [workload.name for workload in made.workloads] == NAMED[name].split()
+    assert [workload.name for workload in made] == NAMED[name].split()
 
 
 def test_image_workloads_and_operators_keep_their_names():

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from fakes.bench import FakeFleet, fake_systems, fake_workload, measured
-from plait_bench.benchmark import RATIO, Benchmark, Reading, Subject, Workload, percentile
+from plait_bench.benchmark import RATIO, Reading, Subject, Workload, percentile
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import ItemList, ProcessLayout, System
@@ -54,7 +54,7 @@ class Played:
         lists, systems = works or [fake_workload()], systems or fake_systems(*seconds)
         given = {"cores": cores, "takes_turns": takes_turns, "open_fleet": open_fleet}
         made = tuple(OnFleets(items, systems, check, **given) for items in lists)
-        return measured(Benchmark(workloads=made), plan, **more)
+        return measured(made, plan, **more)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +242,6 @@ class Promised(Workload):
 
 def test_what_was_promised_is_judged_by_all_rows():
     """Ratios too; not where a system was left out."""
-    benchmark = Benchmark(workloads=(Promised(),))
+    benchmark = (Promised(),)
     assert measured(benchmark, RunPlan(rounds=1)).missed == ("promised: 3 times",)
     assert measured(benchmark, RunPlan(rounds=1, systems=("one",))).missed == ()

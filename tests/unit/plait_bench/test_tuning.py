@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from fakes import plait_command
-from plait_bench.benchmark import Benchmark
 from plait_bench.errors import SystemFailed
 from plait_bench.runner import RunPlan, run
 from plait_bench.tuning import JOBS, TunedJob, benchmark, promise_of
@@ -17,7 +16,7 @@ def test_a_promise_is_held_below_it_and_not_above(monkeypatch: pytest.MonkeyPatc
     """A server that does 1.05 times what was promised holds 0.9 of it in every round and 1.1 in none."""
     monkeypatch.setenv("PYTHONPATH", str(plait_command.__file__).rpartition("/fakes/")[0])
     job = TunedJob("picks", "recommend", command=(sys.executable, "-m", "fakes.plait_command"))
-    (result,) = run(Benchmark(workloads=(job,)), RunPlan(rounds=2, settles=False), say=lambda _: None)
+    (result,) = run((job,), RunPlan(rounds=2, settles=False), say=lambda _: None)
     rows = {row.metric: row for row in result.rows}
     assert rows["held_at_0.9"].rounds == (1.0, 1.0)
     assert rows["held_at_1.1"].rounds == (0.0, 0.0)
@@ -42,6 +41,6 @@ def test_a_job_that_promises_no_rate_is_a_failure_of_plait(promise: object) -> N
 
 def test_the_workloads_are_the_shipped_jobs() -> None:
     """By name; their files are there."""
-    assert all(workload.job.is_file() for workload in benchmark().workloads if isinstance(workload, TunedJob))
-    assert [workload.name for workload in benchmark(only=["images"]).workloads] == ["images"]
+    assert all(workload.job.is_file() for workload in benchmark() if isinstance(workload, TunedJob))
+    assert [workload.name for workload in benchmark(only=["images"])] == ["images"]
     assert set(JOBS) == {"picks", "images"}

@@ -16,7 +16,7 @@ def test_rows_of_a_variant_and_of_a_refusal(monkeypatch, tmp_path):
     monkeypatch.setattr(zoo, "run_command", lambda *_, **__: "\n".join(map(json.dumps, lines)) + "\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said: list[str] = []
-    workload = zoo.benchmark().workloads[0]
+    workload = zoo.benchmark()[0]
     with workload.session(said.append), workload.open("plait", "") as subject:
         readings = {(one.workload, one.metric): one.value for one in subject.measure(0)}
     assert readings == {

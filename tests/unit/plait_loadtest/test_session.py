@@ -11,7 +11,7 @@ from fakes.bad_server import BEHAVIOURS, OK, bad_server
 from plait_loadtest import session as sessions
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
-from plait_loadtest.run import coordinator
+from plait_loadtest.run import echo
 from plait_loadtest.scenario import ClosedLoopCallers, GammaArrivals, ImageClass, PoissonArrivals, RampArrivals, Slo
 from support.loadtest_records import records, scenario, session
 
@@ -86,6 +86,6 @@ def test_a_server_has_settled_once_an_answer_comes_in_time(monkeypatch):
 
 def test_control_requests_without_a_load_say_whether_a_host_is_slow(monkeypatch):
     """They take more than a nanosecond and less than a minute."""
-    monkeypatch.setattr(coordinator, "_ALONE_S", 0.5)
-    assert coordinator.is_slow_alone(1e-6)
-    assert not coordinator.is_slow_alone(60_000.0)
+    monkeypatch.setattr(echo, "_ALONE_S", 0.5)
+    assert echo.is_slow_alone(1e-6)
+    assert not echo.is_slow_alone(60_000.0)

@@ -31,10 +31,12 @@ def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str
     after = with_settings(before, settings_of(config, changed)) if changed else before
     parse_config(yaml.safe_load(after) or {}, source=str(path), folder=path.resolve().parent)
     if not dry_run and after != before:
-        temporary = path.with_name(path.name + ".new")
+        file = path.resolve()  # a link stays one
+        temporary = file.with_name(file.name + ".new")
+        temporary.touch(mode=0o600)  # nobody else reads what nobody else read before
         temporary.write_text(after, encoding="utf-8")
-        temporary.chmod(path.stat().st_mode & 0o777)
-        temporary.replace(path)
+        temporary.chmod(file.stat().st_mode & 0o777)
+        temporary.replace(file)
     return diff(before, after, name=path.name)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from plait.errors import PlaitError, read, told, write
 from plait.server.state import state_root
 from plait.tuning.job.progress import shown, time_breakdown
-from plait.tuning.job.recover import recover_all
+from plait.tuning.measure.live import recover_all
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.loop import run_job

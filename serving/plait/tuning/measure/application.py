@@ -52,12 +52,12 @@ class Applied:
 
 
 class RunningApplication:
-    """A running application. `config` is what runs; None if nothing does, or after a failed change. `url` takes
+    """An application on a cluster. `config` is what runs; None if nothing does, or after a failed change. `url` takes
     requests."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Cluster | None,
         compose: Compose,
         *,
         app: str,
@@ -66,8 +66,15 @@ class RunningApplication:
         run_id: str | None = None,
         config: PlaitConfig | None = None,
     ) -> None:
-        self.cluster, self.app, self.prefix, self.config = cluster, app, prefix, config
-        self._compose, self._salt, self._run_id = compose, salt, run_id
+        """`run_id`: only processes of this run are its own, if given."""
+        self._cluster, self.app, self.prefix, self.config = cluster, app, prefix, config
+        self._compose, self._salt, self._of_run = compose, salt, run_id
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster."""
+        assert self._cluster is not None, "no Ray runs"
+        return self._cluster
 
     @property
     def url(self) -> str:
@@ -126,7 +133,7 @@ class RunningApplication:
 
     def pids(self) -> dict[int, str]:
         """Return the replicas that run on this machine: pid to deployment."""
-        return replica_pids(self.app, run_id=self._run_id)
+        return replica_pids(self.app, run_id=self._of_run)
 
     def _wait(self, limit_s: float) -> None:
         waiting_for: tuple[str, ...] = ()

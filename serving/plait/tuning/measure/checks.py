@@ -18,9 +18,9 @@ from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, TuningTarget, 
 from plait_autoconfig.values import Value
 from plait_disagg.package.manifest import PackageError, read_manifest
 from plait_loadtest.errors import LoadtestError
-from plait_loadtest.judging import percentile_of, slo_of
+from plait_loadtest.judging import slos_of
 from plait_loadtest.load import load_scenario
-from plait_loadtest.measure import min_requests
+from plait_loadtest.measure import requests_to_judge
 from plait_loadtest.scenario import InferClass, Scenario
 from plait_loadtest.session import at_rate
 from plait_serving.spelling import hint
@@ -109,10 +109,9 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
             f"scenarios: {scenario.name} is for the API {scenario.target.api}, {spec.target.app} has {wanted}"
         )
     rate = getattr(scenario.arrivals, "rate_per_s", None)
-    slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
-    if spec.is_capacity_search and not any(slo for _, slo in slos):
+    if spec.is_capacity_search and not slos_of(scenario):
         raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs{advice}")
-    needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
+    needed = requests_to_judge(scenario)
     if rate is not None and rate * scenario.duration_s < needed:
         raise JobRefused(
             f"scenarios: {scenario.name} sends about {rate * scenario.duration_s:.0f} requests in "

@@ -13,7 +13,6 @@ import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -33,26 +32,20 @@ _APP = "plait-trial"
 _HOST = "127.0.0.1"
 
 
-class Clone:
+class Clone(RunningApplication):
     """A clone of an application, started with its first configuration. One per process, because Ray allows only one."""
 
     def __init__(self, compose: Compose, *, root: Path, log_path: Path, say: Callable[[str], None]) -> None:
         """Create the clone; `root` is plait's state folder on this machine. Ends what killed runs have left there."""
-        self._compose, self._root, self._log_path, self._say = compose, root, log_path, say
+        self._root, self._log_path, self._say = root, log_path, say
         self._run_id = secrets.token_hex(8)
+        super().__init__(None, compose, app=_APP, salt=self._run_id)
         self._num_cpus, self._port = 1, 0
         self._direct: socket.socket | None = None
-        self._running: RunningApplication | None = None
         self._state: PortState | None = None
         self._ray_folder: Path | None = None
         self._note: Path | None = None
         clean_up_others(root)
-
-    @property
-    def running(self) -> RunningApplication:
-        """The application. Available only after `start`."""
-        assert self._running is not None, "start comes first"
-        return self._running
 
     def start(self, config: PlaitConfig, *, num_cpus: int) -> None:
         """Start Ray; the application comes with the first `apply`. `num_cpus`: logical CPUs, enough for all later
@@ -62,12 +55,12 @@ class Clone:
             self._direct = hold_port(_HOST, 0)
         os.environ[processes.RUN_ID_VARIABLE] = self._run_id
         os.environ[LOG_PATH_VARIABLE] = str(self._log_path)
-        make = partial(RunningApplication, compose=self._compose, salt=self._run_id)
+        self.config = None
         if config.ray.is_local:
-            self._running = make(self._start_ray(config), app=_APP, run_id=self._run_id)
+            self._cluster, self._of_run = self._start_ray(config), self._run_id
         else:
-            app = f"{_APP}-{self._run_id[:8]}"
-            self._running = make(self._attach(config, app), app=app, prefix=f"/{app}")
+            self.app = f"{_APP}-{self._run_id[:8]}"
+            self._cluster, self.prefix = self._attach(config), f"/{self.app}"
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
         """Apply a configuration as `RunningApplication.apply` does, first removing what an earlier one broke, if
@@ -75,21 +68,28 @@ class Clone:
 
         Raises `ServeError` if a Ray that is not ours is lost.
         """
-        if (lost := self.running.cluster.lost()) is not None:
+        if (lost := self.cluster.lost()) is not None:
             if self._state is None:
                 raise ServeError(lost)
             self._say(f"{lost}; starting Ray again")
             self._stop_ray()
             self.start(config, num_cpus=self._num_cpus)
-        elif self.running.config is None:
-            self.running.cluster.delete()
+        elif self.config is None:
+            self.cluster.delete()
         direct_port = None if self._direct is None else self._direct.getsockname()[1]
         alone = {"direct_port": direct_port, "start_new_first": False}  # no trial waits for room that users need
         server = config.server.model_copy(update=alone)
         try:
-            return self.running.apply(config.model_copy(update={"server": server}), limit_s=limit_s)
+            return super().apply(config.model_copy(update={"server": server}), limit_s=limit_s)
         finally:
             self._note_processes()
+
+    def keep(self, config: PlaitConfig) -> None:
+        """Do nothing: nobody uses it."""
+
+    def restore(self) -> None:
+        """Trust nothing that runs: the next trial has it made anew."""
+        self.config = None
 
     def close(self) -> None:
         """Remove everything that `start` created. Idempotent."""
@@ -106,10 +106,10 @@ class Clone:
 
     def _stop_ray(self) -> int:
         """Stop Ray and return how many of its processes survived: normally none."""
-        running, self._running = self._running, None
+        cluster, self._cluster = self._cluster, None
         known = self._note_processes()
-        if running is not None:
-            running.cluster.stop(hurry=False)
+        if cluster is not None:
+            cluster.stop(hurry=False)
         if self._ray_folder is None:
             return 0
         left = processes.end(known | processes.members(self._run_id, os.getpid()))
@@ -128,7 +128,7 @@ class Clone:
         self._note_processes()
         return cluster
 
-    def _attach(self, config: PlaitConfig, app: str) -> Cluster:
+    def _attach(self, config: PlaitConfig) -> Cluster:
         cluster = Cluster.attach(config, port=free_port(_HOST))
         folder = self._root / "clones"
         folder.mkdir(exist_ok=True)
@@ -140,7 +140,9 @@ class Clone:
                     cluster.delete(note.app)
                     path.unlink()
         self._note = folder / f"{self._run_id}.json"
-        own = _CloneNote(address=cluster.gcs_address, app=app, boot_id=processes.boot_id(), **asdict(processes.me()))
+        own = _CloneNote(
+            address=cluster.gcs_address, app=self.app, boot_id=processes.boot_id(), **asdict(processes.me())
+        )
         self._note.write_text(own.model_dump_json())
         return cluster
 

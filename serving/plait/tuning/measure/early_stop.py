@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Self
 
-from plait_loadtest.judging import percentile_of, slo_of
+from plait_loadtest.judging import percentile_of, slos_of
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import RunProgress
 
@@ -22,32 +23,9 @@ _FEWEST = 20
 """The number of answers below which a share of errors means nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SloTarget:
-    """The requirement of a run: a `share` (0 to 1) of its requests within `slo_s`. It measures from `warm_up_s` on, for
-    `duration_s`."""
-
-    slo_s: float
-    share: float
-    warm_up_s: float
-    duration_s: float
-
-
-def needs_of(scenario: Scenario) -> SloTarget | None:
-    """Return the loosest latency and the smallest share of the scenario's SLOs; None unless every class has an SLO."""
-    slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
-    if any(slo is None for _, slo in slos):
-        return None
-    return SloTarget(
-        slo_s=max(slo.latency_ms for _, slo in slos if slo is not None) / 1e3,
-        share=min(percentile_of(slo, item.api) for item, slo in slos if slo is not None) / 100.0,
-        warm_up_s=scenario.warm_up_s,
-        duration_s=scenario.duration_s,
-    )
-
-
 class EarlyStop:
-    """A policy that ends a run which can no longer meet its SLO.
+    """A policy that ends a run which can no longer meet its SLO: a `share` (0 to 1) of its requests within `slo_s`. The
+    run measures from `warm_up_s` on, for `duration_s`.
 
     It decides from a quarter of the measured time on, once there was time for an answer and an estimate of the pace.
     It stops if the waiting requests could not be answered at the present pace before the run ends and its last
@@ -55,26 +33,39 @@ class EarlyStop:
     requests are left to decide the outcome, it does not stop the run.
     """
 
-    def __init__(self, needs: SloTarget) -> None:
-        self._needs = needs
+    def __init__(self, *, slo_s: float, share: float, warm_up_s: float, duration_s: float) -> None:
+        self._slo_s, self._share, self._warm_up_s, self._duration_s = slo_s, share, warm_up_s, duration_s
         self._seen: deque[tuple[float, int]] = deque([(0.0, 0)])
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Self | None:
+        """Return the policy for the loosest latency and the smallest share of the scenario's SLOs; None unless every
+        class has an SLO."""
+        slos = slos_of(scenario)
+        if len(slos) < len(scenario.mix):
+            return None
+        return cls(
+            slo_s=max(slo.latency_ms for _, slo in slos) / 1e3,
+            share=min(percentile_of(slo, item.api) for item, slo in slos) / 100.0,
+            warm_up_s=scenario.warm_up_s,
+            duration_s=scenario.duration_s,
+        )
 
     def __call__(self, progress: RunProgress) -> str | None:
         """Return why the run cannot meet its SLO, or None."""
-        needs = self._needs
         pace_per_s = self._pace_per_s(progress)
-        left_s = needs.warm_up_s + needs.duration_s - progress.elapsed_s
-        early_s = max(needs.warm_up_s + needs.duration_s / 4, needs.slo_s + _WINDOW_S)
+        left_s = self._warm_up_s + self._duration_s - progress.elapsed_s
+        early_s = max(self._warm_up_s + self._duration_s / 4, self._slo_s + _WINDOW_S)
         if progress.planned is None or progress.elapsed_s < early_s:
             return None
         if progress.done >= _FEWEST and 2 * progress.errors > progress.done:
             return f"{progress.errors} of {progress.done} requests failed"
         waiting = progress.handed - progress.done
-        decides = left_s / needs.duration_s > 2.0 * (1.0 - needs.share)
-        if not decides or waiting <= pace_per_s * (left_s + needs.slo_s):
+        decides = left_s / self._duration_s > 2.0 * (1.0 - self._share)
+        if not decides or waiting <= pace_per_s * (left_s + self._slo_s):
             return None
         seen = f"after {progress.elapsed_s:.1f} s {waiting} requests wait, {pace_per_s:.3g} are answered in a second"
-        return f"{seen}: the {left_s:.1f} s that are left and an SLO of {needs.slo_s:g} s are not enough"
+        return f"{seen}: the {left_s:.1f} s that are left and an SLO of {self._slo_s:g} s are not enough"
 
     def _pace_per_s(self, progress: RunProgress) -> float:
         now_s, done = progress.elapsed_s, progress.done

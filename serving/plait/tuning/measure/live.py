@@ -3,12 +3,16 @@
 Before the first change its configuration is written to `<state root>/live/port-<port>.json`; the note is removed
 when the original, or a configuration that is meant to stay, is in force. The next process after a kill finds the
 note and rolls back. The note names the run of `plait serve`: a restarted server has its own configuration, and the
-note is stale.
+note is stale. `python -m plait.tuning.measure.live PORT` does so, in a process of its own, because a process can attach
+to only one Ray.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,10 +25,11 @@ from plait.errors import PlaitError, StateError, told
 from plait.server import processes
 from plait.server.cluster import APP, Cluster
 from plait.server.environment import prepare_environment
-from plait.server.state import RunRecord, read_record, write_config
-from plait.tuning.measure.application import Compose, RunningApplication
+from plait.server.state import RunRecord, read_record, state_root, write_config
+from plait.tuning.measure.application import Compose, RunningApplication, compose_of
 
 _ROLL_BACK_S = 120.0
+_RECOVER_S = 180.0
 
 
 class LiveBusy(PlaitError):
@@ -79,7 +84,7 @@ def left_notes(root: Path) -> list[int]:
     return [int(path.stem.removeprefix("port-")) for path, note in notes.items() if note is not None and note.is_left]
 
 
-class LiveServer:
+class LiveServer(RunningApplication):
     """The server that `plait serve` runs on a port of this machine."""
 
     def __init__(self, compose: Compose, *, root: Path, port: int) -> None:
@@ -92,7 +97,13 @@ class LiveServer:
         self._folder = root / f"port-{port}"
         self._record = _record(root, port)
         self.original = running_config(root, port)
-        self.running = self._attach(compose, port)
+        if self._record.gcs_address is not None:
+            prepare_environment(self._folder / "auth_token")
+        address, run_id, config = self._record.gcs_address or self._record.address, self._record.run_id, self.original
+        there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
+        marked = run_id if self._record.ray_folder is not None else None  # only our own Ray's processes are
+        cluster = Cluster.attach(there, port=port)
+        super().__init__(cluster, compose, app=APP, salt=run_id, run_id=marked, config=config)
         if note is not None:
             self._roll_back_to(note)
 
@@ -100,7 +111,7 @@ class LiveServer:
         """Apply a configuration as `RunningApplication.apply` does; the original is on disk before anything changes."""
         if not self._path.exists():
             RollbackNote(run_id=self._record.run_id, config=dump_config(self.original)).write(self._path)
-        return self.running.apply(config, limit_s=limit_s)
+        return super().apply(config, limit_s=limit_s)
 
     def keep(self, config: PlaitConfig) -> None:
         """Leave the service with this configuration permanently (until its next start, which reads plait.yaml)."""
@@ -113,27 +124,18 @@ class LiveServer:
         """Restore the original configuration. Idempotent. Raises what `RunningApplication.apply` raises; the note then
         stays."""
         if self._path.exists():
-            self.running.apply(self.original, limit_s=_ROLL_BACK_S)
+            super().apply(self.original, limit_s=_ROLL_BACK_S)
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Disconnect from the service and leave it unchanged."""
-        self.running.cluster.detach()
-
-    def _attach(self, compose: Compose, port: int) -> RunningApplication:
-        if self._record.gcs_address is not None:
-            prepare_environment(self._folder / "auth_token")
-        address, run_id, config = self._record.gcs_address or self._record.address, self._record.run_id, self.original
-        there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
-        cluster = Cluster.attach(there, port=port)
-        marked = run_id if self._record.ray_folder is not None else None  # only our own Ray's processes are
-        return RunningApplication(cluster, compose, app=APP, salt=run_id, run_id=marked, config=config)
+        self.cluster.detach()
 
     def _roll_back_to(self, note: RollbackNote) -> None:
         if note.run_id == self._record.run_id:
             self.original = parse_config(yaml.safe_load(note.config), source="the note", folder=Path.cwd())
-            self.running.config = None  # nobody knows how far the killed tuner was
-            self.running.apply(self.original, limit_s=_ROLL_BACK_S)
+            self.config = None  # nobody knows how far the killed tuner was
+            super().apply(self.original, limit_s=_ROLL_BACK_S)
         self._path.unlink(missing_ok=True)
 
 
@@ -156,3 +158,37 @@ def _record(root: Path, port: int) -> RunRecord:
     if processes.has_ended(record.command, record.boot_id):
         raise StateError(f"{gone} any more")
     return record
+
+
+def recover_all(root: Path, *, say: Callable[[str], None]) -> None:
+    """Roll back every service on this machine that a killed tuner left with a configuration that is not its own."""
+    for port in left_notes(root):
+        say(f"a tuner was killed while it tuned the server on port {port}; rolling back")
+        command = [sys.executable, "-m", "plait.tuning.measure.live", str(port)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_RECOVER_S, check=False)
+            problem = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {_RECOVER_S:g} s"
+        say(
+            f"rolling back port {port} failed: {problem}" if problem else f"port {port} has its own configuration again"
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Run with the arguments `PORT [module:function]`; the second names the application factory, if it is not plait's
+    own."""
+    root, port = state_root(os.environ), int(arguments[0])
+    compose = compose_of(*arguments[1:])
+    try:
+        LiveServer(compose, root=root, port=port).close()
+    except StateError:
+        note_path(root, port).unlink(missing_ok=True)  # the server is gone, and with it what there was to roll back
+    except PlaitError as error:
+        print(error, file=sys.stderr)  # noqa: T201  # for the process that started us
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -10,20 +10,22 @@ early they are lower bounds. A server that works on what it was asked for in suc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from plait.tuning.measure.early_stop import EarlyStop, Guard, needs_of
+from plait.tuning.measure.early_stop import EarlyStop, Guard
 from plait.tuning.measure.usage import ResourceUsage, UsageSampler
+from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity
+from plait_autoconfig.values import FailureKind, TrialOutcome
 from plait_loadtest.capacity import judge, observe
 from plait_loadtest.histogram import of_ns
-from plait_loadtest.judging import judge_records, percentile_of, slo_of
-from plait_loadtest.measure import lag_limit, min_requests
-from plait_loadtest.run.coordinator import is_slow_alone
+from plait_loadtest.judging import judge_records
+from plait_loadtest.measure import lag_limit, requests_to_judge
+from plait_loadtest.run.echo import is_slow_alone
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, at_rate, run_scenario, settles
 from plait_loadtest.values import OnProgress, RunProgress, StopWhen
@@ -36,6 +38,8 @@ _LOOK = 0.25
 _AGAIN_S = 0.5
 """The warm-up of all runs of a trial but the first: only queues have to fill again."""
 _MIN_LOOK_S = 1.0
+_LOST = ("connect", "reset", "truncated")
+"""Outcomes of requests whose server went away."""
 _STILL_BUSY = "the server was still busy with a run that had ended: what follows may carry its backlog"
 _NOTHING_USED = ResourceUsage(cpu_s=0.0, memory_bytes=0)
 
@@ -75,8 +79,7 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
         over = progress.elapsed_s > watch.limit_s
         return f"the trial's time limit left the load {watch.limit_s:.0f} s" if over else None
 
-    needs = needs_of(scenario)
-    stops: list[StopWhen] = [limit, *watch.stop, *(() if needs is None else (EarlyStop(needs),))]
+    stops: list[StopWhen] = [limit, *watch.stop, *filter(None, [EarlyStop.of(scenario)])]
     ended_by: StopWhen | None = None
 
     def stop(progress: RunProgress) -> str | None:
@@ -138,9 +141,8 @@ def rate_of(scenario: Scenario) -> float | None:
 
 def look_s(scenario: Scenario, rate_per_s: float) -> float:
     """Return how long a short look takes: long enough for its requests to judge the SLO, if the scenario is."""
-    slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
-    needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
-    return min(scenario.duration_s, max(_LOOK * scenario.duration_s, needed / rate_per_s, _MIN_LOOK_S))
+    needed_s = requests_to_judge(scenario) / rate_per_s
+    return min(scenario.duration_s, max(_LOOK * scenario.duration_s, needed_s, _MIN_LOOK_S))
 
 
 def run_search(
@@ -239,3 +241,31 @@ def metrics_of(sessions: Sequence[FinishedRun]) -> dict[str, float]:
         "p99_ms": float(p99_ms),
         "error_rate": failed / judged,
     }
+
+
+def failure_of(
+    loaded: LoadResult, *, died: Collection[str] = (), oom_kills: int = 0, log: str = ""
+) -> TrialOutcome | None:
+    """Return why a completed load is not a valid measurement, as the kind that a designer learns from; None if it is.
+
+    What happened to the replicas meanwhile: `died`, the deployments of processes that have ended; `oom_kills`, how many
+    processes the kernel killed for lack of memory; `log`, what was logged.
+    """
+    errors = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items())
+    if died:
+        kind, fate = FailureKind.CRASH, "died"
+        if oom_kills or mentions_out_of_memory(log):
+            kind, fate = FailureKind.OUT_OF_MEMORY, "was killed for memory"
+        who = ", ".join(sorted(set(died)))
+        return TrialOutcome.failed(kind, f"a replica of {who} {fate} under load ({errors or 'no request failed'})")
+    if loaded.guarded:
+        kind = FailureKind.CRASH if "requests failed" in loaded.ended_early else FailureKind.TIME_OUT
+        return TrialOutcome.failed(kind, loaded.ended_early)
+    if loaded.timed_out:
+        return TrialOutcome.failed(FailureKind.TIME_OUT, loaded.ended_early)
+    if loaded.invalid:
+        return TrialOutcome.failed(FailureKind.INVALID, loaded.invalid)
+    if not loaded.metrics:
+        kind = FailureKind.CRASH if any(name in loaded.errors for name in _LOST) else FailureKind.TIME_OUT
+        return TrialOutcome.failed(kind, f"not one request was answered ({errors or 'nothing was sent'})")
+    return None

@@ -17,13 +17,12 @@ from pathlib import Path
 from plait.errors import PlaitError
 from plait.server.state import state_root
 from plait.tuning.measure.application import NotReady, RefusedStart, compose_of
-from plait.tuning.measure.failures import of_start
 from plait.tuning.measure.plait_subject import PlaitSubject
 from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
 from plait.tuning.measure.service_subject import ServiceSubject
 from plait.tuning.measure.trial import Subject, run_loads, with_address
 from plait_autoconfig.errors import JobRefused
-from plait_autoconfig.jobs.exit_status import count_oom_kills
+from plait_autoconfig.jobs.exit_status import count_oom_kills, mentions_out_of_memory
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say
 from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, TuningSubject
@@ -67,12 +66,13 @@ class PlaitMeasurer:
             done = f"{applied.done} in {time.monotonic() - started_s:.1f} s" if applied.done else "nothing to change"
             drifted = self._drifted(task, say)
         except (RefusedStart, NotReady, NoAnswer) as error:
-            outcome, note = TrialOutcome.failed(FailureKind.TIME_OUT, str(error)), "never ready"
+            kind, note = FailureKind.TIME_OUT, "never ready"
             if isinstance(error, RefusedStart):
-                outcome = of_start(str(error), oom_kills=count_oom_kills() - kills)
+                kind = refused_start(str(error), oom_kills=count_oom_kills() - kills)
             elif isinstance(error, NoAnswer):
-                outcome, note = TrialOutcome.failed(FailureKind.CRASH, str(error)), "no answer to a probe"
+                kind, note = FailureKind.CRASH, "no answer to a probe"
             subject.after_failure()
+            outcome = TrialOutcome.failed(kind, str(error))
             return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note=note)
         left_s = task.limit_s - _SPARE_S - (time.monotonic() - started_s)
         shown = run_loads(subject, task, limit_s=left_s, say=say, known=drifted)
@@ -116,6 +116,12 @@ class PlaitMeasurer:
         if self._subject is None:
             raise PlaitError("check comes first")
         return self._subject
+
+
+def refused_start(reason: str, *, oom_kills: int) -> FailureKind:
+    """Return what kept a configuration from being brought up, by what Serve says and how many processes the kernel
+    killed for memory meanwhile."""
+    return FailureKind.OUT_OF_MEMORY if oom_kills or mentions_out_of_memory(reason) else FailureKind.REFUSED_START
 
 
 def _described(subject: Subject) -> TuningSubject:

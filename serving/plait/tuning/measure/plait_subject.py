@@ -8,7 +8,7 @@ from pathlib import Path
 from plait.config import PlaitConfig
 from plait.deployments import Effect, logical_cpus
 from plait.errors import StateError, told
-from plait.tuning.measure.application import Applied, Compose, RunningApplication
+from plait.tuning.measure.application import Applied, Compose
 from plait.tuning.measure.checks import max_replicas_config, prepare, target_config
 from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.cost import host_cores_of, known_costs, reserved
@@ -26,8 +26,9 @@ _RESTARTS = frozenset({Effect.RESTARTED, Effect.ADDED, Effect.SCALED})
 
 
 class PlaitSubject:
-    """An application of plait to be measured; made when the job is sound and its Ray runs. `name`, `features`: as the
-    library remembers it. `log_path`: where its processes write. `unseen`: metrics that cannot be seen of it."""
+    """An application of plait to be measured; made when the job is sound and its Ray runs. `running`: the application;
+    `name`, `features`: as the library remembers it. `log_path`: where its processes write. `unseen`: metrics that
+    cannot be seen of it."""
 
     unseen: frozenset[str] = frozenset()
 
@@ -35,33 +36,28 @@ class PlaitSubject:
         """Raises `JobRefused` before anything is started, also if another process tunes the live service."""
         config = target_config(target, live=bool(target.live))
         self.scenarios, self.guard = prepare(spec, config)
-        self._application: Clone | LiveServer
+        self.running: Clone | LiveServer
         self.log_path = folder / "clone.log"
         if target.live:
             with told(LiveBusy, to=JobRefused), told(StateError, about="target.live", to=JobRefused):
-                self._application = LiveServer(compose, root=root, port=config.server.port)
-            config = self._application.original
+                self.running = LiveServer(compose, root=root, port=config.server.port)
+            config = self.running.original
             self.scenarios, self.guard = prepare(spec, config)
         else:
-            self._application = Clone(compose, root=root, log_path=self.log_path, say=_log.info)
+            self.running = Clone(compose, root=root, log_path=self.log_path, say=_log.info)
             try:
-                self._application.start(config, num_cpus=logical_cpus(max_replicas_config(spec, config)) + 1)
+                self.running.start(config, num_cpus=logical_cpus(max_replicas_config(spec, config)) + 1)
             except BaseException:
-                self._application.close()
+                self.running.close()
                 raise
         self.spec, self._base = spec, config
         self.name, self.features = _named(config, target.app)
         self.costs = known_costs(spec, lambda cell: reserved(self._with(cell)))
 
-    @property
-    def running(self) -> RunningApplication:
-        """The application."""
-        return self._application.running
-
     def apply(self, config: Config, *, limit_s: float) -> Applied:
         """Bring a configuration into force and wait until it takes requests. Raises `RefusedStart` or `NotReady`."""
         wanted = self._with(config)
-        effects = self._application.apply(wanted, limit_s=limit_s)
+        effects = self.running.apply(wanted, limit_s=limit_s)
         return Applied(
             restarted=tuple(name for name, effect in effects.items() if effect in _RESTARTS),
             done=", ".join(f"{name} {effect.value}" for name, effect in sorted(effects.items())),
@@ -70,23 +66,19 @@ class PlaitSubject:
 
     def after_failure(self) -> None:
         """Restore a live service, which never keeps a harmful configuration; a clone is recreated by the next trial."""
-        self.restore()
-        if isinstance(self._application, Clone):
-            self._application.running.config = None
+        self.running.restore()
 
     def keep(self, config: Config) -> None:
         """Leave the live service with these knobs permanently."""
-        if isinstance(self._application, LiveServer):
-            self._application.keep(self._with(config))
+        self.running.keep(self._with(config))
 
     def restore(self) -> None:
         """Restore the original configuration of the live service."""
-        if isinstance(self._application, LiveServer):
-            self._application.restore()
+        self.running.restore()
 
     def close(self) -> None:
         """Remove the clone, or disconnect from the live service."""
-        self._application.close()
+        self.running.close()
 
     def _with(self, config: Config) -> PlaitConfig:
         return apply_knobs(self._base, self.spec.settings(config))

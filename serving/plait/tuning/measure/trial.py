@@ -12,8 +12,7 @@ from typing import TypeAlias
 from plait.tuning.measure.application import RunningApplication
 from plait.tuning.measure.cost import cost_metrics
 from plait.tuning.measure.early_stop import Guard
-from plait.tuning.measure.failures import of_load
-from plait.tuning.measure.load import LoadResult, Watch, joined, look_s, rate_of, run_given, run_search
+from plait.tuning.measure.load import LoadResult, Watch, failure_of, joined, look_s, rate_of, run_given, run_search
 from plait.tuning.measure.plait_subject import PlaitSubject
 from plait.tuning.measure.service_subject import ServiceSubject
 from plait_autoconfig.jobs.exit_status import count_oom_kills
@@ -51,7 +50,7 @@ def run_loads(
     searches = subject.spec.is_capacity_search and not task.rate_per_s
     loads = loading.searched() if searches else loading.offered() if task.rate_per_s else loading.given()
     died, oom_kills, log = _died(subject.running, before), count_oom_kills() - kills, _read_from(log_path, said_bytes)
-    failed = next((bad for load in loads if (bad := of_load(load, died=died, oom_kills=oom_kills, log=log))), None)
+    failed = next((bad for load in loads if (bad := failure_of(load, died=died, oom_kills=oom_kills, log=log))), None)
     sessions = [session for load in loads for session in load.sessions]
     return Measured(
         outcome=failed or TrialOutcome(metrics={**known, **loading.metrics(loads)}),

@@ -18,9 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from plait.tuning.service.errors import JobQueueError
 from plait.tuning.service.job_process import start_job
 from plait.tuning.service.job_queue import JobQueueSettings, StartJob, TuningJobQueue
+from plait.tuning.service.job_view import JobQueueError
 from plait_serving.http.edge.errors import ApiError
 
 _log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     """Run with the arguments `FOLDER FACTORY ARGUMENTS`: where the job is, and what measures it (`MeasurerSource`)."""
     from plait.server.state import state_root
     from plait.tuning.job.local_run import reported
-    from plait.tuning.job.recover import recover_all
+    from plait.tuning.measure.live import recover_all
     from plait_autoconfig.errors import TunerError
     from plait_autoconfig.jobs.loop import run_job
     from plait_autoconfig.jobs.store import JobStore

@@ -22,8 +22,14 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from plait.tuning.service.errors import Conflict, InvalidJob, NoSuchJob, TooMany, Unreadable
-from plait.tuning.service.job_view import PROGRESS, job_summary, read_json, unreadable_summary, write_json
+from plait.tuning.service.job_view import (
+    PROGRESS,
+    JobQueueError,
+    job_summary,
+    read_json,
+    unreadable_summary,
+    write_json,
+)
 from plait.tuning.service.untrusted import check_untrusted
 from plait_autoconfig.errors import JobRefused, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
@@ -90,7 +96,7 @@ class TuningJobQueue:
     def submit(self, text: str, tenant: str, token: str) -> dict[str, Any]:
         """Accept a job; it starts when those before it are over. `token`: the same token again means the same job.
 
-        Raises `InvalidJob`, `TooMany`.
+        Raises `JobQueueError`.
         """
         spec = self._checked(text)
         job_id = f"{spec.name}-{token}"
@@ -98,7 +104,7 @@ class TuningJobQueue:
             if (self._settings.folder / job_id / "ticket.json").exists():
                 return self._summary(self._ticket(job_id))
             if len(self._open_tickets()) >= MAX_WAITING:
-                raise TooMany(f"{MAX_WAITING} jobs are waiting already")
+                raise JobQueueError("too_many_jobs", f"{MAX_WAITING} jobs are waiting already")
             ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(time.time(), 3))
             folder = self._settings.folder / job_id
             JobStore.open_or_create(folder, spec, text)
@@ -110,26 +116,24 @@ class TuningJobQueue:
         return [self._summary(ticket) for ticket in reversed(self._tickets())]
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """Return one job with its whole state. Raises `NoSuchJob`."""
+        """Return one job with its whole state. Raises `JobQueueError`."""
         ticket = self._ticket(job_id)
         return {**self._summary(ticket), "state": state_to_json(self._state(job_id))}
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        """Cancel a job and abort its running measurement. Raises `NoSuchJob`; `Conflict` if it is over."""
+        """Cancel a job and abort its running measurement. Raises `JobQueueError`, also if it is over."""
         ticket = self._ticket(job_id)
         with self._lock:
             if self._ended(job_id) is not None:
-                raise Conflict(f"job {job_id} is over")
+                raise JobQueueError("job_is_over", f"job {job_id} is over")
             (self._settings.folder / job_id / "cancel").touch()
             if self._running != job_id:
                 self._end(ticket, "cancelled", "it was cancelled before it began")
         return self._summary(ticket)
 
     def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """Return what is new after the first `known` measurements: `{"job", "measured", "progress"}`.
-
-        Raises `NoSuchJob`.
-        """
+        """Return what is new after the first `known` measurements: `{"job", "measured", "progress"}`. Raises
+        `JobQueueError`."""
         ticket, state = self._ticket(job_id), self._state(job_id)
         rows = state_to_json(state)["rows"]
         over = [row for row in rows if row["status"] != "running"]
@@ -137,7 +141,7 @@ class TuningJobQueue:
         return {"job": self._summary(ticket), "measured": over[known:], "progress": progress}
 
     def report(self, job_id: str) -> str:
-        """Return the report as HTML, even if the job is not over. Raises `NoSuchJob`."""
+        """Return the report as HTML, even if the job is not over. Raises `JobQueueError`."""
         from plait.tuning.job.local_run import report_of
 
         self._ticket(job_id)
@@ -208,9 +212,11 @@ class TuningJobQueue:
             check_untrusted(text)
             spec = parse_job(text, folder=self._settings.folder)
         except (yaml.YAMLError, NotYaml, JobRefused) as error:
-            raise InvalidJob(" ".join(str(error).split())[:1000].removeprefix("the job: ")) from error
+            said = " ".join(str(error).split())[:1000].removeprefix("the job: ")
+            raise JobQueueError("invalid_job", said) from error
         if spec.target.live and not self._settings.live:
-            raise InvalidJob("target.live: this server does not allow it (tuning.live)", "target.live")
+            why = "target.live: this server does not allow it (tuning.live)"
+            raise JobQueueError("invalid_job", why, "target.live")
         config = self._settings.folder / "server.yaml"
         config.write_text(self._settings.config, encoding="utf-8")
         assert isinstance(spec.target, TuningTarget), "`check_untrusted` lets no other pass"
@@ -232,7 +238,7 @@ class TuningJobQueue:
     def _ticket(self, job_id: str) -> _JobRecord:
         path = self._settings.folder / job_id / "ticket.json"
         if not _ID.fullmatch(job_id) or not path.is_file():
-            raise NoSuchJob(f"there is no tuning job {job_id[:130]!r}")
+            raise JobQueueError("job_not_found", f"there is no tuning job {job_id[:130]!r}")
         return _TICKET.validate_json(path.read_bytes())
 
     def _ended(self, job_id: str) -> dict[str, Any] | None:
@@ -253,7 +259,7 @@ class TuningJobQueue:
     def _status_fields(self, ticket: _JobRecord, status: str, reason: str) -> dict[str, Any]:
         try:
             return job_summary(asdict(ticket), status, reason, self._state(ticket.id))
-        except Unreadable as error:  # a folder that somebody damaged must not hide the others
+        except JobQueueError as error:  # a folder that somebody damaged must not hide the others
             return unreadable_summary(asdict(ticket), str(error))
 
 
@@ -262,4 +268,5 @@ def _readable(job_id: str) -> Iterator[None]:
     try:
         yield
     except (TunerError, OSError, UnicodeDecodeError) as error:
-        raise Unreadable(f"job {job_id} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        why = f"job {job_id} cannot be read: {' '.join(str(error).split())[:300]}"
+        raise JobQueueError("job_unreadable", why) from error

@@ -1,4 +1,4 @@
-"""The representation of a tuning job in the HTTP API."""
+"""The representation of a tuning job in the HTTP API, and of what is wrong with one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,29 @@ from pydantic_core import from_json, to_json
 from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.report.page import verdict
+from plait_serving.http.edge.errors import ApiError
 
 PROGRESS = "progress.json"
+
+_ANSWERS: Mapping[str, tuple[int, Mapping[str, str]]] = {
+    "invalid_job": (400, {}),  # it must be written differently
+    "job_not_found": (404, {}),
+    "job_is_over": (409, {"x-should-retry": "false"}),
+    "too_many_jobs": (429, {"retry-after": "60"}),  # are waiting
+    "job_unreadable": (500, {"x-should-retry": "false"}),  # its folder is damaged
+}
+
+
+class JobQueueError(ApiError):
+    """One sentence for the sender of the request. `code`: one of `_ANSWERS`; `param`: the part of the job that must
+    change."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        status, headers = _ANSWERS[code]
+        super().__init__(status, message, code=code, param=param, headers=headers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.message, self.param)  # on the way between processes
 
 
 def job_summary(ticket: Mapping[str, Any], status: str, reason: str, state: JobState) -> dict[str, Any]:

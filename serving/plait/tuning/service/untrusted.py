@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from plait.tuning.service.errors import InvalidJob
+from plait.tuning.service.job_view import JobQueueError
 from plait_autoconfig.jobs.spec import ServiceTarget
 from plait_loadtest import strict_yaml
 from plait_loadtest.load import builtin_names, path_settings
@@ -30,28 +30,28 @@ _LEFT_OUT: tuple[tuple[str, Any], ...] = (("images", None), ("recommend", None),
 
 
 def check_untrusted(text: str) -> None:
-    """Check an untrusted job. Raises `InvalidJob`, or `yaml.YAMLError` or `NotYaml` for what is not YAML."""
+    """Check an untrusted job. Raises `JobQueueError`, or `yaml.YAMLError` or `NotYaml` for what is not YAML."""
     _check_tokens(text)
     _check_paths(strict_yaml.parse(text, "the job")[1])
 
 
 def _check_tokens(text: str) -> None:
-    """Raise `InvalidJob` for YAML that could take forever to parse: an alias repeats what it names, so that a few lines
-    stand for gigabytes, and nesting costs the square of its depth."""
+    """Raise `JobQueueError` for YAML that could take forever to parse: an alias repeats what it names, so that a few
+    lines stand for gigabytes, and nesting costs the square of its depth."""
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken | yaml.AnchorToken):
-            raise InvalidJob("a job sent over HTTP cannot have YAML anchors and aliases")
+            raise JobQueueError("invalid_job", "a job sent over HTTP cannot have YAML anchors and aliases")
         if isinstance(token, _OPENING):
             depth += 1
         elif isinstance(token, _CLOSING):
             depth -= 1
         if depth > _DEEPEST:
-            raise InvalidJob(f"the job is nested more than {_DEEPEST} levels deep")
+            raise JobQueueError("invalid_job", f"the job is nested more than {_DEEPEST} levels deep")
 
 
 def _check_paths(job: Any) -> None:
-    """Raise `InvalidJob` if the job names a file of this machine, or where to connect to, before anything is looked
+    """Raise `JobQueueError` if the job names a file of this machine, or where to connect to, before anything is looked
     at."""
     if not isinstance(job, Mapping):
         return
@@ -67,9 +67,8 @@ def _check_paths(job: Any) -> None:
             files[f"scenarios.{at}"] = each
     for name, value in files.items():
         if value is not None:
-            raise InvalidJob(
-                f"{name}: a job sent over HTTP cannot name files or commands of the server, or addresses", name
-            )
+            why = f"{name}: a job sent over HTTP cannot name files or commands of the server, or addresses"
+            raise JobQueueError("invalid_job", why, name)
 
 
 def _named_by(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -83,7 +82,5 @@ def _named_by(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _check_settings(settings: Any) -> None:
     for path, value in settings.items() if isinstance(settings, Mapping) else ():
         if not _HARMLESS.fullmatch(str(path)) and (path, value) not in _LEFT_OUT:
-            raise InvalidJob(
-                f"target.settings: a job sent over HTTP sets knobs, replicas, cores, defaults, not {str(path)[:100]}",
-                "target.settings",
-            )
+            why = f"target.settings: a job sent over HTTP sets knobs, replicas, cores, defaults, not {str(path)[:100]}"
+            raise JobQueueError("invalid_job", why, "target.settings")

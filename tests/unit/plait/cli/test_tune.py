@@ -74,9 +74,11 @@ def test_cli_tune_best_is_what_apply_shows_and_writes(
     done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Knobs by the names of the deployments, as YAML or JSON. Of a file the difference first, the file itself only
-    without --dry-run; its comments stay."""
-    config = tmp_path / "plait.yaml"
-    config.write_text(CONFIG)
+    without --dry-run; its comments stay, and so do its mode and a link to it."""
+    config, file = tmp_path / "plait.yaml", tmp_path / "file.yaml"
+    file.write_text(CONFIG)
+    file.chmod(0o600)
+    config.symlink_to(file)
     assert root.main(["tune", "best", str(done), "--json"]) == 0
     knobs = json.loads(capsys.readouterr().out)
     assert set(knobs) == {"engine.threads", "engine.largest_batch"}
@@ -91,6 +93,8 @@ def test_cli_tune_best_is_what_apply_shows_and_writes(
     assert written.get("largest_batch", 16) == knobs["engine.largest_batch"]
     assert written["threads"] == knobs["engine.threads"]
     assert "# all of them" in config.read_text()
+    assert config.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
     assert root.main(["tune", "apply", str(done), str(config)]) == 0
     assert not capsys.readouterr().out
 

@@ -8,8 +8,8 @@ import pytest
 
 from plait_autoconfig.designers.uninformed import GridDesigner
 from plait_autoconfig.errors import JobRefused
+from plait_autoconfig.jobs.loop import Proposals
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.store import LibraryStore

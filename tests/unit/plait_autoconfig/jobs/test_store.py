@@ -22,10 +22,9 @@ from fakes.measurer import fake_measurer
 from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.loop import MAX_LOST, exclusive_lock, run_job
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
-from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.records import Claim
 from plait_autoconfig.jobs.reporting import read_state, state_to_json
-from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.jobs.store import LEASE_S, JobStore
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.forking import forked, killed
 from support.tune_jobs import DirectRunner, fake_source, job, run_directly

@@ -19,7 +19,6 @@ from plait_bench import autoconfig
 from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.searching import Curve, Searching, measured_again, play
 from plait_bench.autoconfig.services import Service, falcon_suite, recorded_suite
-from plait_bench.benchmark import Benchmark
 from plait_bench.errors import BenchError
 from plait_bench.runner import RunPlan, run
 from support.tune_jobs import job
@@ -98,7 +97,7 @@ def test_a_run_with_cells_missing_is_only_a_source():
 
 def test_the_whole_benchmark_runs_on_recorded_runs():
     """Rows for each designer and metric, and ratios of ours to the others."""
-    benchmark = Benchmark(workloads=(Searching("own-tiny", lambda: recorded_suite(recorded(), SPACE)),))
+    benchmark = (Searching("own-tiny", lambda: recorded_suite(recorded(), SPACE)),)
     plan = RunPlan(rounds=2, systems=("plait", "random"))
     (result,) = run(benchmark, plan, say=lambda _: None, look=calm)
     rows = {(row.system, row.metric): row for row in result.rows}

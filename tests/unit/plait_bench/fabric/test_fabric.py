@@ -6,14 +6,14 @@ import pytest
 
 from fakes.bench import calm
 from plait_bench import fabric
-from plait_bench.benchmark import RATIO, Benchmark, Workload
+from plait_bench.benchmark import RATIO, Workload
 from plait_bench.fabric import links, round_trips, throughput, transports
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 
 
 def measured(workload: Workload, rounds: int = 1) -> BenchResult:
     """All of one workload."""
-    benchmark = Benchmark(workloads=(workload,))
+    benchmark = (workload,)
     return joined(list(run(benchmark, RunPlan(rounds=rounds), say=lambda _: None, look=calm)))
 
 

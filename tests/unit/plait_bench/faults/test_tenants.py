@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -13,6 +15,7 @@ from plait_bench.benchmark import RATIO, ResultRow
 from plait_bench.faults.attacks import (
     ALL,
     ATTACKS,
+    KEYS,
     LORA_SETS,
     PROMPTS,
     SCAN,
@@ -20,6 +23,7 @@ from plait_bench.faults.attacks import (
     text_chunks,
 )
 from plait_bench.faults.tenants import FirstImage, ManyFiles, ManyModels, Neighbour, Refusals, Share
+from plait_loadtest.errors import LoadtestError
 from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
@@ -127,6 +131,23 @@ def test_promises_to_tenants_are_thresholds():
     assert "requests of its kind: 1.50" in first(2.5)[0]
     assert "1.10, more than 1" in refusals(1.1)[0]
     assert refusals(float("inf")) != []  # nothing was refused
+
+
+def test_a_flood_that_failed_is_told(monkeypatch):
+    """What the other tenant got without it would count as its share beside it."""
+    share = Share("s")
+    share.per_s = 1.0
+
+    def loaded(asks, arrivals, seconds, *, key, **_):
+        if key == KEYS["a"]:
+            raise LoadtestError("nobody listens")
+        return SimpleNamespace(summary=SimpleNamespace(total=SimpleNamespace(goodput_per_s=2.0)))
+
+    monkeypatch.setattr(share, "loaded", loaded)
+    monkeypatch.setattr("plait_bench.faults.tenants._RAMP_S", 0.0)
+    assert [reading.value for reading in asyncio.run(share.measured("alone", 1))] == [2.0]
+    with pytest.raises(LoadtestError, match="nobody listens"):
+        asyncio.run(share.measured("beside", 1))
 
 
 def test_promises_of_many_are_thresholds():

@@ -65,7 +65,7 @@ def test_only_the_models_that_are_needed_must_be_there(tmp_path):
     (tmp_path / "emoji").mkdir()
     (tmp_path / "emoji" / "model_index.json").write_text("{}")
     given = {"models": tmp_path, "dtype": "float32"}
-    (made,) = benchmark(only=["single"], systems=["plait", "diffusers"], **given).workloads
+    (made,) = benchmark(only=["single"], systems=["plait", "diffusers"], **given)
     assert made.systems == ("plait", "diffusers")
     with pytest.raises(BenchError, match="no system 'comfy'"):
         benchmark(only=["single"], systems=["comfy"], **given)
@@ -104,7 +104,7 @@ def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):
 
 def test_on_a_gpu_the_engine_is_compared_with_diffusers(tmp_path):
     """All stay open, each in one process; the images have more steps, and nobody adapts to the load."""
-    (made,) = benchmark(only=["lora"], size="sdxl", device="cuda", models=tmp_path).workloads
+    (made,) = benchmark(only=["lora"], size="sdxl", device="cuda", models=tmp_path)
     assert (made.name, made._takes_turns) == ("gpu-sdxl-fp16-lora", False)
     found = {name: [layout.partition(" ")[2] for layout in made.layouts(name)] for name in made.systems}
     assert found == {"plait_engine": ["own"], "diffusers_fair": ["channels_last", "compiled"], "diffusers": [""]}

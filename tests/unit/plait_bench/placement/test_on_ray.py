@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from plait_bench.benchmark import Benchmark
 from plait_bench.placement import on_ray
 from plait_bench.placement.on_ray import SMALL, SYSTEMS, OnRay
 from plait_bench.runner import RunPlan, joined, run
@@ -25,7 +24,7 @@ def test_every_step_is_a_workload_of_its_own(monkeypatch):
 
     monkeypatch.setattr(on_ray, "local_nodes", nodes)
     monkeypatch.setattr(on_ray, "play", played)
-    bench = Benchmark(workloads=(OnRay("ray", SMALL),))
+    bench = (OnRay("ray", SMALL),)
     rows = joined(list(run(bench, RunPlan(rounds=2), say=lambda _: None))).rows
     found = {(row.system, row.workload, row.metric): row for row in rows}
     assert {system for system, _, _ in found} == set(SYSTEMS)

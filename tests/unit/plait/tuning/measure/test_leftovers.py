@@ -14,7 +14,7 @@ from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.processes import ProcessId
 from plait.server.state import RunRecord
-from plait.tuning.job import recover
+from plait.tuning.measure import live
 from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path
 
@@ -72,7 +72,7 @@ def test_the_application_of_a_killed_clone_is_deleted_on_a_foreign_ray(root, mon
     assert deleted == ["dead"]
     own = {path.stem for path in notes.glob("*.json")} - {"elsewhere", "alive", "torn"}
     assert len(own) == 1
-    assert clone.running.prefix == f"/{clone.running.app}"
+    assert clone.prefix == f"/{clone.app}"
     clone.close()
     assert stopped == [False]
     assert {path.stem for path in notes.glob("*.json")} == {"elsewhere", "alive", "torn"}
@@ -105,5 +105,5 @@ def test_the_note_of_a_server_that_is_gone_is_dropped(root: Path, monkeypatch: p
     """There is nothing to roll back any more."""
     monkeypatch.setenv("PLAIT_STATE_DIR", str(root))
     live_note(GONE).write(note_path(root, 4444))
-    assert recover.main(["4444"]) == 0
+    assert live.main(["4444"]) == 0
     assert left_notes(root) == []

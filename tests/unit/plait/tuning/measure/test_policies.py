@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits, SloTarget
-from plait.tuning.measure.failures import of_load, of_start
-from plait.tuning.measure.load import LoadResult
+from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits
+from plait.tuning.measure.load import LoadResult, failure_of
+from plait.tuning.measure.measurer import refused_start
 from plait.tuning.measure.trial import worst_metrics
 from plait.tuning.measure.usage import gpu_memory_bytes
 from plait_autoconfig.values import FailureKind
 from plait_loadtest.values import RunProgress
 
-NEEDS = SloTarget(slo_s=1.0, share=0.95, warm_up_s=0.0, duration_s=40.0)
+
+def early_stop(slo_s: float = 1.0, duration_s: float = 40.0) -> EarlyStop:
+    """Of a run without warm-up that needs 95 % in time."""
+    return EarlyStop(slo_s=slo_s, share=0.95, warm_up_s=0.0, duration_s=duration_s)
 
 
 def progress(
@@ -43,7 +46,7 @@ def first_word(policy: EarlyStop | Guard, told: Iterator[RunProgress]) -> tuple[
 
 def test_a_load_far_beyond_capacity_is_given_up_early() -> None:
     """Twice the capacity leaves a backlog that the rest of the run cannot answer."""
-    found = first_word(EarlyStop(NEEDS), load(4))
+    found = first_word(early_stop(), load(4))
     assert found[0] <= 20
     assert "wait" in found[1]
 
@@ -51,32 +54,31 @@ def test_a_load_far_beyond_capacity_is_given_up_early() -> None:
 @pytest.mark.parametrize("served_per_s", [19.5, 20, 100])
 def test_a_load_that_may_still_hold_runs_to_its_end(served_per_s: float) -> None:
     """At or just below the rate nobody can tell before the end."""
-    assert first_word(EarlyStop(NEEDS), load(served_per_s)) is None
+    assert first_word(early_stop(), load(served_per_s)) is None
 
 
 def test_a_pause_of_a_slow_server_is_no_sign() -> None:
     """At one request a second two seconds without an answer happen; the pace of ten answers decides."""
     done = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12, 12, 15, 16, 17, 18, 19]
     told = [progress(float(second), second, answered) for second, answered in enumerate(done, start=1)]
-    assert first_word(EarlyStop(SloTarget(slo_s=2.0, share=0.95, warm_up_s=0.0, duration_s=20.0)), iter(told)) is None
+    assert first_word(early_stop(slo_s=2.0, duration_s=20.0), iter(told)) is None
 
 
 def test_nothing_is_given_up_before_an_answer_was_possible() -> None:
     """A server whose answers take nearly the SLO has none at first: that is no sign."""
-    slow = SloTarget(slo_s=5.0, share=0.95, warm_up_s=0.0, duration_s=16.0)
     told = [progress(t / 4, int(2 * t / 4), max(0, int(2 * (t / 4 - 4.5)))) for t in range(1, 64)]
-    assert first_word(EarlyStop(slow), iter(told)) is None
+    assert first_word(early_stop(slo_s=5.0, duration_s=16.0), iter(told)) is None
 
 
 def test_a_server_that_only_errs_is_given_up() -> None:
     """Quick errors leave no backlog, and are no service."""
-    found = first_word(EarlyStop(NEEDS), load(20, error_share=0.8))
+    found = first_word(early_stop(), load(20, error_share=0.8))
     assert "failed" in found[1]
 
 
 def test_a_closed_loop_is_never_given_up() -> None:
     """Without a plan there is no backlog."""
-    assert EarlyStop(NEEDS)(progress(20.0, 400, 0, planned=None)) is None
+    assert early_stop()(progress(20.0, 400, 0, planned=None)) is None
 
 
 def test_a_guard_forgives_one_slow_look_and_no_two() -> None:
@@ -118,9 +120,8 @@ def test_a_guard_looks_as_often_as_it_is_told() -> None:
     ],
 )
 def test_a_start_is_refused_or_lacks_memory(reason: str, kills: int, kind: FailureKind) -> None:
-    """The kind a designer learns from, with Serve's own reason."""
-    outcome = of_start(reason, oom_kills=kills)
-    assert (outcome.failure, outcome.detail) == (kind, reason)
+    """The kind a designer learns from."""
+    assert refused_start(reason, oom_kills=kills) is kind
 
 
 def test_failures_under_load_are_told_apart() -> None:
@@ -138,9 +139,9 @@ def test_failures_under_load_are_told_apart() -> None:
         (LoadResult(metrics={}, errors={"interrupted": 3}), {}, FailureKind.TIME_OUT),
     ]
     for loaded, evidence, kind in cases:
-        outcome = of_load(loaded, **evidence)
+        outcome = failure_of(loaded, **evidence)
         assert outcome.failure is kind
-    assert of_load(LoadResult(metrics=good), oom_kills=1) is None
+    assert failure_of(LoadResult(metrics=good), oom_kills=1) is None
 
 
 def test_of_several_scenarios_the_worst_counts() -> None:
