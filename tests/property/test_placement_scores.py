@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_deploy.errors import TaskError
-from plait_deploy.placement.fragments import FragmentTables
+from plait_deploy.placement.device_tables import FragmentTables
 from plait_deploy.placement.policies.plait import HURRIES, STEPS, UNIT, ExpectedUse
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement

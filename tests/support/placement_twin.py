@@ -1,4 +1,4 @@
-"""The scores of placement as their formulas read, one node and one class at a time: the reference of `fragments.py` and
+"""The scores of placement as their formulas read, one node and one class at a time: the reference of `device_tables.py` and
 `ExpectedUse`."""
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from plait_deploy.errors import TaskError
-from plait_deploy.on_ray.nodes import RayNode
-from plait_deploy.on_ray.replica_location import NODE, devices_in
+from plait_deploy.on_ray.nodes import NODE, RayNode, devices_in
 from plait_deploy.placement.values import WHOLE, TaskPlacement
 
 if TYPE_CHECKING:

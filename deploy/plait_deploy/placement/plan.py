@@ -9,8 +9,8 @@ import numpy as np
 
 from plait_deploy.errors import NoRoomError, PlacementError
 from plait_deploy.placement.demands import Demand, demand_classes
-from plait_deploy.placement.fragments import FragmentTables
-from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.device_tables import FragmentTables
+from plait_deploy.placement.policies.scored import Policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
 

@@ -18,7 +18,7 @@ import numpy as np
 from plait_deploy.errors import TaskError
 from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.plan import use_of
-from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.policies.scored import Policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
 
