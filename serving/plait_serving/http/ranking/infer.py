@@ -78,10 +78,9 @@ class Infer:
             if name not in bound.card.outputs:
                 message = f"{name[:64]}: the model has no such output{hint(name, bound.card.outputs)}"
                 raise BadInput(message, param=name[:64])
-        tensors, _ = bound.binder.bind(body.arrays)
         request = check_request(
             bound.card,
-            tensors,
+            bound.binder.bind(body.arrays),
             request_id=unique_id(state, next(self._numbers)),
             deadline_s=deadline(body.parameters, self._context.monotonic_s()),
         )

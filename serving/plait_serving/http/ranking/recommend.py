@@ -29,7 +29,6 @@ from plait_serving.http.edge.body_limit import declared_bytes
 from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, JsonRoute, StrictBody
 from plait_serving.http.ranking.infer import rank, unique_id
 from plait_serving.ranking.codec import Array, array_of, hint
-from plait_serving.ranking.inputs import LENGTHS
 from plait_serving.ranking.local import BoundModel, LocalRankingService
 
 PATH = "/v1/recommend"
@@ -119,8 +118,13 @@ def _question(
     ids = _ids(body.candidates, bound)
     try:
         with np.errstate(over="ignore"):  # infinity is refused by the check of values
-            user, _ = bound.user.bind(arrays_of(bound.side("user"), [body.user], "user"))
-            tensors = {**user, **_item_tensors(body.candidates, ids, bound)}
+            arrays = arrays_of(bound.side("user"), [body.user], "user")
+            if ids is None:
+                arrays |= arrays_of(bound.side("item"), body.candidates, "candidates")
+            tensors = bound.binder.bind(arrays)
+        if ids is not None:
+            assert bound.items is not None
+            tensors |= bound.items.gather(ids)
         request = check_request(bound.card, tensors, request_id=request_id, deadline_s=deadline_s)
     except BadInput as error:
         raise BadInput(error.message, param=_place(error.param, bound)) from error
@@ -149,13 +153,6 @@ def _ids(candidates: Any, bound: BoundModel) -> torch.Tensor | None:
 def _check_count(count: int, largest: int) -> None:
     if not 1 <= count <= largest:
         raise BadInput(f"candidates: there are {count}; a request may have 1 to {largest}", param="candidates")
-
-
-def _item_tensors(candidates: Any, ids: torch.Tensor | None, bound: BoundModel) -> Mapping[str, torch.Tensor]:
-    if ids is not None:
-        assert bound.items is not None
-        return bound.items.gather(ids)
-    return bound.item.bind(arrays_of(bound.side("item"), candidates, "candidates"))[0]
 
 
 def _place(param: str | None, bound: BoundModel) -> str | None:
@@ -195,7 +192,7 @@ def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where:
             bags = [value if type(value) is list else [value] for value in values]
             ids = list(chain.from_iterable(bags))
             arrays[item.name] = array_of(ids, (len(ids),), "INT64", name)
-            arrays[item.name + LENGTHS] = np.array([len(bag) for bag in bags], np.int64)
+            arrays[item.name + OFFSETS] = np.cumsum([0, *map(len, bags)])
             for key in _keys(item)[1:]:
                 weights = [row[key] if type(row[key]) is list else [row[key]] for row in rows]
                 if list(map(len, weights)) != list(map(len, bags)):
