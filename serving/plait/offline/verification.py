@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.offline.images import finished
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, RgbImage
+from plait_serving.http.edge.feed import finished
 from plait_serving.images.config import (
     STARTER_GUIDANCE,
     ControlNetSection,
@@ -80,7 +80,7 @@ async def _make_all(
 
     async def make(index: int, order: VerificationImage) -> RgbImage:
         async with slots:
-            result = await finished(service, request_of(order, catalog, f"verify-{index}"))
+            result = await finished(service.generate(request_of(order, catalog, f"verify-{index}")))
         tell()
         return result.images[0]
 
