@@ -62,7 +62,7 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
     from plait_deploy.on_ray.nodes import name_at
     from plait_serving.deployments.scaling import autoscaling
 
-    config = fitted(config, described(cluster)())
+    config = fitted(config, described(cluster))
     ingress, *rows = deployments(config)
     policies = {row.name: autoscaling(row.scaling)["policy"] for row in rows if row.scaling is not None}
     with told(PlacementError, about=cluster):
