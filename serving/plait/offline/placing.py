@@ -13,7 +13,7 @@ from plait.config import PlaitConfig
 from plait.deployments import deployments
 from plait.errors import PlaitError, read, told
 from plait.gpu_shares import running_cluster, with_gpus
-from plait_deploy.errors import NoRoomError, PlacementError
+from plait_deploy.errors import PlacementError
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
@@ -91,7 +91,7 @@ def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
     found = _planned(demands, state, OURS)
     if found.unplaced:
         first = found.unplaced[0].demand
-        raise NoRoomError(
+        raise PlacementError(
             f"the cluster is too full for {len(found.unplaced)} of {len(found.assigned)} replicas, the first of "
             f"{first.name} ({said(first.task)} each)"
         )
