@@ -45,7 +45,6 @@ class Infer:
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises `RankError`, `ClientDisconnected`, and what middlewares raise from `receive`."""
@@ -81,7 +80,7 @@ class Infer:
         request = check_request(
             bound.card,
             bound.binder.bind(body.arrays),
-            request_id=unique_id(state, next(self._numbers)),
+            request_id=unique_id(state),
             deadline_s=deadline(body.parameters, self._context.monotonic_s()),
         )
         return body, request
@@ -188,6 +187,9 @@ async def rank(context: RouteContext, bound: BoundModel, request: RankRequest, *
     return answer
 
 
-def unique_id(state: Mapping[str, Any], number: int) -> str:
+_numbers = itertools.count()
+
+
+def unique_id(state: Mapping[str, Any]) -> str:
     """Return the request's id with a number appended: a client's id may repeat."""
-    return f"{state['request_id']}.{number}"
+    return f"{state['request_id']}.{next(_numbers)}"

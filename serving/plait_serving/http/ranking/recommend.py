@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -37,8 +36,6 @@ router = APIRouter(tags=["ranking"], route_class=JsonRoute)
 
 # What so long a body says is read in about a millisecond; the way to a thread and back takes some 0.1 ms.
 _INLINE_BYTES = 16 << 10
-
-_numbers = itertools.count()
 
 ALL = "all"
 
@@ -85,7 +82,7 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
     start_s = context.monotonic_s()
     bound = context.ranking_service.get(body.model or _only(context.ranking_service))
     deadline_s = None if body.deadline_ms is None else start_s + body.deadline_ms / 1e3
-    ask = partial(_question, body, bound, unique_id(request.scope["state"], next(_numbers)), deadline_s)
+    ask = partial(_question, body, bound, unique_id(request.scope["state"]), deadline_s)
     is_short, tenant = 0 < declared_bytes(request.scope) <= _INLINE_BYTES, principal(request).tenant
     asked, ids = ask() if is_short else await context.workers.run(tenant, ask)
     answer = await rank(context, bound, asked, tenant=tenant)
