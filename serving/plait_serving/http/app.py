@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from plait_disagg.errors import RankError
-from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import NAME_PATTERN
 from plait_serving.http import document, models, operations
 from plait_serving.http.a1111 import routes as a1111
@@ -144,8 +143,6 @@ def app_from_context(
     app.add_middleware(RequestIdMiddleware, checks=checks, observe=context.metrics.observe_answer)
     if settings.allowed_origins:
         app.add_middleware(OriginMiddleware, origins=settings.allowed_origins)
-    for kind in (ApiError, EngineError, RankError):
-        app.add_exception_handler(kind, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnected, _client_gone)
@@ -171,10 +168,6 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
                 app.include_router(router)
     for router in (models.router, operations.router, page.router):
         app.include_router(router)
-
-
-async def _known_error(request: Request, error: Exception) -> Response:
-    return wire_error(error).response(request.url.path)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:  # noqa: ARG001

@@ -85,12 +85,13 @@ class RequestIdMiddleware:
             for check in self._checks:
                 check(scope)
             await self._app(scope, receive, send_with_id)
-        except Exception as error:  # the last line of defence; wire_error logs it
+        except Exception as error:  # ours, or an unexpected one, which wire_error logs
             answer = wire_error(error)
             if status == 499:
                 await answer.response(scope["path"])(scope, receive, send_with_id)
             elif not is_whole:
                 scope["state"][ENDED] = answer.status
+            error.__traceback__ = None  # else frames with a task that holds it stay, and with them the body
         finally:
             status = scope["state"].get(ENDED, status if is_whole else 499)
             seconds = time.monotonic() - started_s
