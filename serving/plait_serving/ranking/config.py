@@ -75,14 +75,10 @@ class CnSection(_PartSection):
 
 
 class HnSection(_PartSection):
-    """The dense half."""
+    """The dense half, or as `whole` both halves in one process."""
 
     num_gpus: GpuShare = None
     knobs: HnKnobs = HnKnobs()
-
-
-class WholeSection(HnSection):
-    """Both halves in one process."""
 
 
 class RankModelSection(Section):
@@ -98,10 +94,10 @@ class RankModelSection(Section):
     ] = "tcp"
     cn: CnSection = CnSection()
     hn: HnSection = HnSection()
-    whole: WholeSection = WholeSection()
+    whole: HnSection = HnSection()
 
     @property
-    def parts(self) -> dict[str, CnSection | HnSection | WholeSection | ShardsSection]:
+    def parts(self) -> dict[str, CnSection | HnSection | ShardsSection]:
         """Its deployments by role, first the one that the ingress calls; each shard has its own (`shard0`, ...)."""
         if self.mode == "whole":
             return {"whole": self.whole}
