@@ -29,7 +29,7 @@ from plait_deploy.kuberay.rayservice import (
 from plait_deploy.placement.demands import Reservation
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode
-from plait_deploy.serve import ServeApplication, render_serve
+from plait_deploy.serve import render_serve
 
 _GROUP, _HEAD_GROUP = "ray.io/group", "headgroup"
 """The label that KubeRay gives pods, and its value for the head."""
@@ -37,7 +37,7 @@ _NAMESPACE = "kubernetes.io/metadata.name"
 
 
 def render_kuberay(
-    application: ServeApplication,
+    application: Mapping[str, Any],
     reservations: Sequence[Reservation],
     options: DeploySection,
     *,
@@ -59,9 +59,12 @@ def render_kuberay(
             "or set deploy.network.monitoring_namespace to null"
         )
     pods = _pods(reservations, options)
-    told = application.deployments
-    deployments = {it.name: {"ray_actor_options": _actor(it), **told[it.name]} for it in reservations}
-    placed = replace(application, args=mapped(application.args, options.volumes), deployments=deployments)
+    told = {it["name"]: it for it in application["deployments"]}
+    placed = {
+        **application,
+        "args": mapped(application["args"], options.volumes),
+        "deployments": [{"name": it.name, "ray_actor_options": _actor(it), **told[it.name]} for it in reservations],
+    }
     service = Service(options=options, port=port, longest_request_s=longest_request_s, environment=environment)
     # In a pod the server listens on all interfaces.
     serve_config = render_serve(placed, host="0.0.0.0", port=port, proxies="EveryNode")  # noqa: S104
