@@ -65,8 +65,7 @@ class PlacementPolicy:
             self._look({where: context for where, (_, context) in placed.items()})
         except Exception:  # an error here would stop Serve's whole control loop, for all applications
             _log.exception("placement: the cluster could not be planned; the numbers stay as they are")
-        wanted = {key: self._counts.get(where, it.target_num_replicas) for where, (key, it) in placed.items()}
-        return wanted, {}
+        return {key: self._counts.get(where, it.target_num_replicas) for where, (key, it) in placed.items()}, {}
 
     def _look(self, contexts: Mapping[tuple[str, str], Any]) -> None:
         """Plan again if the nodes, the replicas or their wanted numbers have changed since the last look."""
