@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,9 @@ class _App(FastAPI):
         schema, examples, names = super().openapi(), dict[str, Any](), dict[str, str]()
         if (ranking := self.state.context.ranking) is not None:
             from plait_serving.http.ranking.describe import first_bodies
-            from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
+            from plait_serving.http.ranking.v2 import INFER_PATHS, infer_documentation
 
-            schema["paths"].update(deepcopy(dict(INFER_DOCUMENTATION)))
+            schema["paths"].update({path: infer_documentation(path) for path in INFER_PATHS})
             try:
                 first = ranking.get(ranking.names()[0])
                 examples, names = first_bodies(first), {"model": first.name, "version": first.card.version}
