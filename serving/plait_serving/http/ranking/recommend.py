@@ -130,12 +130,12 @@ def _question(
 
 def _ids(candidates: Any, bound: BoundModel) -> torch.Tensor | None:
     """Return the candidates' ids; None if they are objects."""
-    if candidates != ALL and type(candidates) is not list:
-        raise BadInput(f'candidates: must be a list, or "{ALL}"', param="candidates")
-    if candidates != ALL:
+    if type(candidates) is list:
         _check_count(len(candidates), bound.card.largest_candidates)
         if all(type(each) is dict for each in candidates):
             return None
+    elif candidates != ALL:
+        raise BadInput(f'candidates: must be a list, or "{ALL}"', param="candidates")
     if bound.items is None:
         wanted = ", ".join(item.name for item in bound.side("item"))
         message = f"candidates: model {bound.name} knows no items by id; send objects with {wanted}"
