@@ -40,7 +40,7 @@ def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Repor
     for demand in demands:
         for said in reports.get(demand.name, ()):
             if (node := index.get(said.get(NODE, -1.0))) is not None:
-                with suppress(TaskError, ValueError):
+                with suppress(TaskError):
                     devices = devices_in(said)
                     devices = state.best_fit_devices(demand.task, node) if devices is None else devices
                     state.place(demand.task, TaskPlacement(node=node, devices=devices))

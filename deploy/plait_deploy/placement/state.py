@@ -82,12 +82,8 @@ class ClusterState:
         return fits
 
     def best_fit_devices(self, task: Task, node: int) -> tuple[int, ...]:
-        """Return the devices that Ray would take: the fullest with room for a part, the first free ones else."""
-        row = self.devices[node].tolist()
-        if task.is_share:
-            room = [(free, device) for device, free in enumerate(row) if free >= task.gpu_milli]
-            return (min(room)[1],)
-        return tuple(device for device, free in enumerate(row) if free == WHOLE)[: task.gpus]
+        """Return the devices that Ray would take (`devices_taken`)."""
+        return devices_taken(self.devices[node].tolist(), task)
 
     def roomy(self, task: Task) -> Ints:
         """Return the nodes that the task fits now."""
@@ -145,6 +141,15 @@ class ClusterState:
     def _crowd(self, group: str) -> Ints:
         """Return how many tasks of a group each node runs (N,)."""
         return self._crowds.setdefault(group, np.zeros(len(self.nodes), np.int64))
+
+
+def devices_taken(row: Sequence[int], task: Task) -> tuple[int, ...]:
+    """Return the devices that Ray would take on a node where so many milli-GPUs are free: the fullest with room for a
+    part, the first free ones else; too few if there are no more."""
+    if task.is_share:
+        room = [(free, device) for device, free in enumerate(row) if free >= task.gpu_milli]
+        return (min(room)[1],) if room else ()
+    return tuple(device for device, free in enumerate(row) if free == WHOLE)[: task.gpus]
 
 
 def kind_of(task: Task) -> int:
