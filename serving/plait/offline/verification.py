@@ -21,7 +21,7 @@ from plait_serving.images.config import (
 from plait_serving.images.service import Catalog, ImageService
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
-from plait_serving.starter.verify import PARTS, VerificationImage, verify
+from plait_serving.starter.verify import PARTS, STEPS, VerificationImage, verify
 
 # Enough for full batches, few enough for any queue.
 AT_ONCE = 32
@@ -101,10 +101,10 @@ def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> I
         prompt=order.prompt,
         width=model.default_width,
         height=model.default_height,
-        steps=order.steps,
+        steps=STEPS,
         guidance_scale=model.default_guidance_scale,
         seed=order.seed,
         scheduler=model.default_scheduler,
-        loras=() if order.lora is None else (LoraRef(name=order.lora, scale=order.lora_scale),),
+        loras=() if order.lora is None else (LoraRef(name=order.lora, scale=1.0),),
         controlnets=() if net is None or image is None else (ControlRef(name=net, image=image),),
     )

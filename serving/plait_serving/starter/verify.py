@@ -26,15 +26,13 @@ STYLE_COUNT = 50
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationImage:
-    """One image to make: 64x64, everything not named here at the server's defaults."""
+    """One image to make: 64x64, in `STEPS`, a LoRA at its full scale, the rest at the server's defaults."""
 
     prompt: str
     seed: int
-    steps: int = STEPS
     controlnet: str | None = None
     control_image: ImageArray | None = None
     lora: str | None = None
-    lora_scale: float = 1.0
 
 
 Generate = Callable[[Sequence[VerificationImage]], list[ImageArray]]
