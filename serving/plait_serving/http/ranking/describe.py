@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Ids, Input, range_of, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Ids, Input, ports_of, range_of, tensor_names
 from plait_disagg.protocols import ItemStore
 from plait_disagg.values import ModelCard
 
@@ -19,6 +19,7 @@ PLATFORM = "plait"
 MAX_EXAMPLE = 1024
 """The number of candidates in the largest example: enough to show what a large request looks like."""
 
+_DATATYPES = {"float32": "FP32", "int64": "INT64"}
 _SMALL_BAG = 4
 _SAFE_ROWS = 1  # of a table whose size the card does not tell: its first row exists
 
@@ -40,13 +41,13 @@ def _inputs(item: Input) -> list[dict[str, Any]]:
     first, last = range_of(item)
     about: dict[str, Any] = {"kind": item.kind, "side": item.side}
     about |= {name: end for name, end in (("minimum", first), ("maximum", last)) if end is not None}
+    shapes: dict[str, tuple[int, ...]] = {}  # else as many as the request has
     if isinstance(item, Bag):
-        offsets = _tensor(item.name + OFFSETS, "INT64", (2 if item.side == "user" else -1,))
-        made = [_tensor(item.name, "INT64", (-1,)), offsets]
-        made += [_tensor(item.name + WEIGHTS, "FP32", (-1,))] if item.weighted else []
-        return [tensor | {"parameters": about} for tensor in made]
-    datatype = "FP32" if isinstance(item, Dense) else "INT64"
-    return [_tensor(item.name, datatype, (rows, *item.shape)) | {"parameters": about}]
+        shapes[item.name + OFFSETS] = (2 if item.side == "user" else -1,)
+    else:
+        shapes[item.name] = (rows, *item.shape)
+    tensors = (_tensor(it.name, _DATATYPES[it.dtype], shapes.get(it.name, (-1,))) for it in ports_of((item,)))
+    return [tensor | {"parameters": about} for tensor in tensors]
 
 
 def _tensor(name: str, datatype: str, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -105,5 +106,4 @@ def _plain(item: Input, data: list[Any]) -> Any:
 
 
 def _filled(name: str, values: npt.NDArray[Any]) -> dict[str, Any]:
-    datatype = "FP32" if values.dtype.kind == "f" else "INT64"
-    return _tensor(name, datatype, values.shape) | {"data": values.reshape(-1).tolist()}
+    return _tensor(name, _DATATYPES[values.dtype.name], values.shape) | {"data": values.reshape(-1).tolist()}
