@@ -127,10 +127,10 @@ class HostCheck:
     """Refuses, with 403, requests for other names; no `hosts` means that any name is accepted.
 
     So it refuses changes by pages of other origins, of other ports too, where hosts are given or keys are not, and
-    where a browser may add a password by itself (`auth.py`). The
-    server's own origin is what the request's Host header says, which differs from where it listens behind a tunnel or
-    a forwarded port, with the request's scheme, or https, of which a proxy before it relieves it. `origins`: others
-    that are accepted. No page can send a key without asking first, so a request with a valid one is from none.
+    where a browser may add a password by itself (`auth.py`). The server's own origin is what the request's Host header
+    says, which differs from where it listens behind a tunnel or a forwarded port, with the request's scheme, or https,
+    of which a proxy before it relieves it. `origins`: others that are accepted. No page can send a key without asking
+    first, so a request with a valid one is from none.
     """
 
     def __init__(self, hosts: Sequence[str], *, origins: Sequence[str] = (), keys: Sequence[ApiKey] = ()) -> None:
@@ -155,12 +155,12 @@ class HostCheck:
 
     def _is_of_another_page(self, scope: Scope, headers: Headers) -> bool:
         """Return whether a page of another origin sent the request."""
-        if "origin" not in headers:
+        if "origin" in headers:
+            hosts, schemes = set(headers.getlist("host")), {scope.get("scheme", "http"), "https"}
+            is_other = any(
+                scheme not in schemes or {_place(each, scheme) for each in hosts} != {(host, port)}
+                for scheme, host, port in set(map(_parts, headers.getlist("origin"))) - self._origins
+            )
+        else:
             is_other = any(site.strip().lower() in _OTHER_SITES for site in headers.getlist("sec-fetch-site"))
-            return is_other and not has_valid_key(headers.get("authorization"), self._keys)
-        hosts, schemes = set(headers.getlist("host")), {scope.get("scheme", "http"), "https"}
-        is_other = any(
-            scheme not in schemes or {_place(each, scheme) for each in hosts} != {(host, port)}
-            for scheme, host, port in set(map(_parts, headers.getlist("origin"))) - self._origins
-        )
         return is_other and not has_valid_key(headers.get("authorization"), self._keys)
