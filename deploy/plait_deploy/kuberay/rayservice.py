@@ -37,7 +37,7 @@ _MARGIN_S = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """The worker pods of one node class. `name`: that of KubeRay's worker group; `workload`: the only one whose replicas
+    """The worker pods of one node class. `name`: of KubeRay's worker group; `workload`: the only one whose replicas
     they carry, if it is one."""
 
     name: str

@@ -38,8 +38,8 @@ class Placed:
 
 
 def place(config: PlaitConfig, cluster: ClusterState, *, policy: str = OURS, per_node: int = 0) -> Placed:
-    """Plan the replicas of a configuration on a cluster, `described` or `running`, at most `per_node` of a deployment on
-    a node (0: any). Raises `PlaitError`."""
+    """Plan the replicas of a configuration on a cluster, `described` or `running`, at most `per_node` of a deployment
+    on a node (0: any). Raises `PlaitError`."""
     with told(PlacementError):
         demands = [row.demand(per_node=per_node) for row in deployments(fitted(config, cluster))]
         state = deepcopy(cluster)

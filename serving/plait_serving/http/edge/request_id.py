@@ -1,5 +1,4 @@
-"""The outermost layer: gives each request its id, refuses it, logs it when it ends, and turns an unexpected error into a
-500."""
+"""The outermost layer: gives each request its id, has it checked, logs it when it ends, and answers all errors."""
 
 from __future__ import annotations
 
