@@ -42,8 +42,8 @@ def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Repor
             if (node := index.get(said.get(NODE, -1.0))) is not None:
                 with suppress(TaskError):
                     devices = devices_in(said)
-                    devices = state.best_fit_devices(demand.task, node) if devices is None else devices
-                    state.place(demand.task, TaskPlacement(node=node, devices=devices))
+                    at = None if devices is None else TaskPlacement(node=node, devices=devices)
+                    state.place(demand.task, at or state.best_fit(demand.task, node))
     return state
 
 

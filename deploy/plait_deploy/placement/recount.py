@@ -91,9 +91,9 @@ class _Recounting:
         task = self._demands[each.name].task
         if each.node is None:
             return False
-        devices = self._state.best_fit_devices(task, each.node) if each.devices is None else each.devices
+        at = None if each.devices is None else TaskPlacement(node=each.node, devices=each.devices)
         try:
-            self._settle(each, task, TaskPlacement(node=each.node, devices=devices))
+            self._settle(each, task, at or self._state.best_fit(task, each.node))
         except TaskError:
             return False
         return True
@@ -109,7 +109,7 @@ class _Recounting:
         if not room:
             return False
         node = min(room)[1]
-        self._settle(each, task, TaskPlacement(node=node, devices=self._state.best_fit_devices(task, node)))
+        self._settle(each, task, self._state.best_fit(task, node))
         self._starting.setdefault(node, []).append(task)
         return True
 

@@ -81,9 +81,9 @@ class ClusterState:
             fits &= self._crowds[task.group][nodes] < task.per_node
         return fits
 
-    def best_fit_devices(self, task: Task, node: int) -> tuple[int, ...]:
-        """Return the devices that Ray would take (`devices_taken`)."""
-        return devices_taken(self.devices[node].tolist(), task)
+    def best_fit(self, task: Task, node: int) -> TaskPlacement:
+        """Return a node with the devices that Ray would take there (`devices_taken`)."""
+        return TaskPlacement(node=node, devices=devices_taken(self.devices[node].tolist(), task))
 
     def roomy(self, task: Task) -> Ints:
         """Return the nodes that the task fits now."""
@@ -92,10 +92,7 @@ class ClusterState:
     def first_fit(self, task: Task) -> TaskPlacement | None:
         """Return the first node in order that the task fits, with the devices that Ray would take; None without one."""
         there = self.roomy(task)
-        if not there.size:
-            return None
-        node = int(there[0])
-        return TaskPlacement(node=node, devices=self.best_fit_devices(task, node))
+        return self.best_fit(task, int(there[0])) if there.size else None
 
     def place(self, task: Task, at: TaskPlacement) -> None:
         """Take what the task needs. Raises `TaskError`, and changes nothing, if it does not fit there."""

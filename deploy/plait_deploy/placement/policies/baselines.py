@@ -136,7 +136,7 @@ class RandomPolicy:
             return None
         node = int(there[self._rng.integers(there.size)])
         if not task.is_share:
-            return TaskPlacement(node=node, devices=state.best_fit_devices(task, node))
+            return state.best_fit(task, node)
         room = np.flatnonzero(state.devices[node] >= task.gpu_milli)
         return TaskPlacement(node=node, devices=(int(room[self._rng.integers(room.size)]),))
 
@@ -160,7 +160,7 @@ class _RayPolicy:
         node = int(np.where(sums, self._rank(state, task), np.iinfo(np.int64).min).argmax())
         if not fits[node]:
             node = first
-        return TaskPlacement(node=node, devices=state.best_fit_devices(task, node))
+        return state.best_fit(task, node)
 
 
 class RayPackPolicy(_RayPolicy):

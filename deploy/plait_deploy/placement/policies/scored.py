@@ -77,9 +77,9 @@ class ScoredPolicy(ABC):
         node = self._pick(state, task, known)
         if known.score[node] == NO_ROOM:
             return None
-        device = int(known.device[node])
-        devices = (device,) if task.is_share and device >= 0 else state.best_fit_devices(task, node)
-        return TaskPlacement(node=node, devices=devices)
+        if task.is_share and (device := int(known.device[node])) >= 0:
+            return TaskPlacement(node=node, devices=(device,))
+        return state.best_fit(task, node)
 
     def _fresh(self, state: ClusterState, task: Task) -> _Scores:
         if state is not self._state:
