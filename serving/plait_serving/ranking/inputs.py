@@ -57,8 +57,9 @@ class Binder:
                 plan.add_bag(tensors, arrays)
             elif array.dtype is plan.dtype and array.shape[1:] == plan.row_shape:
                 tensors[plan.name] = torch.from_numpy(array.copy())
-            else:
-                tensors[plan.name] = plan.converted(array)
+            else:  # another datatype, or another way to write the shape
+                convert = _float32 if plan.dtype is _FLOAT32 else _int64
+                tensors[plan.name] = torch.from_numpy(convert(_shaped(array, plan.row_shape, plan.name), plan.name))
         return tensors
 
 
@@ -95,12 +96,6 @@ class _InputPlan:
             if array is None or array.shape != ids.shape:
                 raise BadInput(f"{weights}: must have one number for each of the {len(ids)} ids", param=weights)
             tensors[weights] = torch.from_numpy(_float32(array, weights))
-
-    def converted(self, array: Array) -> torch.Tensor:
-        """Convert another datatype, or another way to write the shape."""
-        assert self.row_shape is not None
-        shaped = _shaped(array, self.row_shape, self.name)
-        return torch.from_numpy((_float32 if self.dtype is _FLOAT32 else _int64)(shaped, self.name))
 
 
 def _shaped(array: Array, row_shape: tuple[int, ...], name: str) -> Array:

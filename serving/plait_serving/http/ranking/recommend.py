@@ -209,7 +209,7 @@ def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where:
 
 def _keys(item: Input) -> tuple[str, ...]:
     """Return the names that an input has in a row: a bag's offsets follow from its list."""
-    return tuple(name for name in tensor_names((item,)) if not isinstance(item, Bag) or name != item.name + OFFSETS)
+    return tuple(name for name in tensor_names((item,)) if name != item.name + OFFSETS)
 
 
 def _check_names(wanted: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str) -> None:
