@@ -3,8 +3,7 @@
 DeployError            what is asked for cannot be deployed
 └── PlacementError     a placement's inputs
     ├── ClusterError   the description of the cluster does not add up
-    ├── TaskError      a task, or a class of tasks, that cannot exist
-    └── NoRoomError    a replica that fits no node, even an empty one
+    └── TaskError      a task, or a class of tasks, that cannot exist
 """
 
 from __future__ import annotations
@@ -24,7 +23,3 @@ class ClusterError(PlacementError):
 
 class TaskError(PlacementError):
     """A task that cannot exist, such as 0.5 of each of two GPUs."""
-
-
-class NoRoomError(PlacementError):
-    """A replica that fits no node of the cluster, even if all are empty."""

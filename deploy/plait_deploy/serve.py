@@ -1,51 +1,29 @@
 """A Ray Serve config file (as accepted by `serve deploy` and KubeRay's `serveConfigV2`) from plain data.
 
 The knobs, which may change on running replicas, go into each deployment's `user_config`, so that editing them and
-deploying again reconfigures instead of restarting; everything else goes into the application's `args`.
+deploying again reconfigures instead of restarting; everything else goes into the application's `args`. The
+`autoscaling_policy` of an application sets the numbers of replicas of what is placed (`plait_deploy.on_ray`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeApplication:
-    """One application: how to build it, with which arguments, and Serve's options of its deployments by name, which
-    replace what the code says. `autoscaling_policy` sets the numbers of replicas of those that are placed
-    (`plait_deploy.on_ray`)."""
-
-    name: str
-    import_path: str
-    args: Mapping[str, Any]
-    deployments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    autoscaling_policy: Mapping[str, Any] | None = None
-
-
 def render_serve(
-    application: ServeApplication, *, host: str, port: int, proxies: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
+    application: Mapping[str, Any], *, host: str, port: int, proxies: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
 ) -> str:
-    """Return the YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
-    policy = application.autoscaling_policy
+    """Return the YAML for one application, which is as Ray's schema has it, checked against that. Raises ValueError if
+    Ray would refuse it."""
     document = {
         "proxy_location": proxies,
         "http_options": {"host": host, "port": port},
         "logging_config": {"enable_access_log": False},
-        "applications": [
-            {
-                "name": application.name,
-                "route_prefix": "/",
-                "import_path": application.import_path,
-                "args": dict(application.args),
-                **({} if policy is None else {"autoscaling_policy": dict(policy)}),
-                "deployments": [{"name": name, **options} for name, options in application.deployments.items()],
-            }
-        ],
+        "applications": [dict(application)],
     }
     _check(document)
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,9 +241,9 @@ def _application(folder: Path) -> str:
         node = "front" if one.name == INGRESS else (GPU_NODE if one.num_gpus else CPU_NODE)
         gpus = {"num_gpus": one.num_gpus} if one.num_gpus else {}
         actors[one.name] = {"num_cpus": one.num_cpus, **gpus, "label_selector": {NODE_LABEL: node}}
-    plain = serve_application(config)
-    options = {name: {"ray_actor_options": actors[name], **more} for name, more in plain.deployments.items()}
-    application = replace(plain, deployments=options)
+    application = serve_application(config)
+    for deployment in application["deployments"]:
+        deployment["ray_actor_options"] = actors[deployment["name"]]
     (made,) = yaml.safe_load(render_serve(application, host="127.0.0.1", port=8000))["applications"]
     for deployment in made["deployments"]:
         deployment["max_replicas_per_node"] = 1

@@ -29,7 +29,7 @@ from plait_fabric.rpc.replicas import NoReplica, Replica
 from plait_serving.deployments import INGRESS
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
 from plait_serving.deployments.ranking.worker import ServeRanker
-from plait_serving.ranking.config import CnKnobs, CnSection, RankingSection, RankModelSection
+from plait_serving.ranking.config import CnSection, RankingSection, RankModelSection
 from support import refresh as refresh_kit
 from support.asking import Answer, ask
 from support.cluster import SharedServe
@@ -112,7 +112,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
     folder = tmp_path_factory.mktemp("packages")
     parts = refresh_kit.packaged(folder / "parts")
     tiny, small = (refresh_kit.copied(parts, folder / name) for name in ("tiny", "small"))
-    slow = CnSection(knobs=CnKnobs(batch_wait_ms=50.0))
+    slow = CnSection.model_validate({"knobs": {"batch_wait_ms": 50.0}})
     models = {
         "tiny": RankModelSection(folder=tiny, executor="torch", cn=slow),
         "small": RankModelSection(folder=small, executor="torch", mode="whole"),

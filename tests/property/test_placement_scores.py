@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_deploy.errors import TaskError
-from plait_deploy.placement.fragments import FragmentTables
+from plait_deploy.placement.device_tables import FragmentTables
 from plait_deploy.placement.policies.plait import HURRIES, STEPS, UNIT, ExpectedUse
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement
@@ -102,7 +102,7 @@ def test_a_prospect_lost_is_the_difference_of_two_values(
         one = np.array([node])
         before = int(tables.values(state, one)[0])
         best = []
-        for at in [(g,) for g in range(8)] if task.is_share else [state.best_fit_devices(task, node)]:
+        for at in [(g,) for g in range(8)] if task.is_share else [state.best_fit(task, node).devices]:
             placement = TaskPlacement(node=node, devices=at)
             if task.is_share and (at[0] >= state.nodes[node].gpus or state.devices[node, at[0]] < task.gpu_milli):
                 continue

@@ -1,4 +1,4 @@
-"""The conformance suite of placement policies: what `policies/protocols.py` promises, on small made-up clusters.
+"""The conformance suite of placement policies: what `Policy` promises, on small made-up clusters.
 
 Derive a class named `Test...` and give it a fixture `make`, which returns `(classes, seed) -> Policy`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.policies.scored import Policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 

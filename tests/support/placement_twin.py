@@ -1,5 +1,5 @@
-"""The scores of placement as their formulas read, one node and one class at a time: the reference of `fragments.py` and
-`ExpectedUse`."""
+"""The scores of placement as their formulas read, one node and one class at a time: what `FragmentTables` and
+`ExpectedUse` are held against."""
 
 from __future__ import annotations
 

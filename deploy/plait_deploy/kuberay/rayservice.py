@@ -37,18 +37,15 @@ _MARGIN_S = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """The worker pods of one node class. `workload`: the only one whose replicas they carry, if it is one."""
+    """The worker pods of one node class. `name`: of KubeRay's worker group; `workload`: the only one whose replicas
+    they carry, if it is one."""
 
+    name: str
     node: str
     group: WorkerGroup
     min_pods: int
     max_pods: int
     workload: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of KubeRay's worker group."""
-        return {GPU_NODE: "gpu", SHARD_NODE: "shard"}.get(self.node, "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from plait_deploy.kuberay.rayservice import (
 from plait_deploy.placement.demands import Reservation
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode
-from plait_deploy.serve import ServeApplication, render_serve
+from plait_deploy.serve import render_serve
 
 _GROUP, _HEAD_GROUP = "ray.io/group", "headgroup"
 """The label that KubeRay gives pods, and its value for the head."""
@@ -37,7 +37,7 @@ _NAMESPACE = "kubernetes.io/metadata.name"
 
 
 def render_kuberay(
-    application: ServeApplication,
+    application: Mapping[str, Any],
     reservations: Sequence[Reservation],
     options: DeploySection,
     *,
@@ -59,9 +59,12 @@ def render_kuberay(
             "or set deploy.network.monitoring_namespace to null"
         )
     pods = _pods(reservations, options)
-    told = application.deployments
-    deployments = {it.name: {"ray_actor_options": _actor(it), **told[it.name]} for it in reservations}
-    placed = replace(application, args=mapped(application.args, options.volumes), deployments=deployments)
+    told = {it["name"]: it for it in application["deployments"]}
+    placed = {
+        **application,
+        "args": mapped(application["args"], options.volumes),
+        "deployments": [{"name": it.name, "ray_actor_options": _actor(it), **told[it.name]} for it in reservations],
+    }
     service = Service(options=options, port=port, longest_request_s=longest_request_s, environment=environment)
     # In a pod the server listens on all interfaces.
     serve_config = render_serve(placed, host="0.0.0.0", port=port, proxies="EveryNode")  # noqa: S104
@@ -80,19 +83,18 @@ def render_kuberay(
 def _pods(reservations: Sequence[Reservation], options: DeploySection) -> list[Pods]:
     """Return the groups that have something to carry. Without autoscaling all pods are there from the start."""
     found = []
-    groups: Mapping[str, tuple[str, WorkerGroup]] = {
-        CPU_NODE: ("deploy.cpu", options.cpu),
-        GPU_NODE: ("deploy.gpu", options.gpu),
-        SHARD_NODE: ("deploy.shard", options.shard),
-    }
-    for node, (key, group) in groups.items():
+    groups: Sequence[tuple[str, str, WorkerGroup]] = (
+        ("cpu", CPU_NODE, options.cpu),
+        ("gpu", GPU_NODE, options.gpu),
+        ("shard", SHARD_NODE, options.shard),
+    )
+    for name, node, group in groups:
         carried = [it for it in reservations if _node(it) == node]
         if not carried:
             continue
-        gpus = group.gpus if isinstance(group, GpuGroup) else 0
-        size = {"cpus": group.cpus, "gpus": gpus, "memory_bytes": group.memory_bytes}
-        fewest = pods_for(carried, **size, at_most=False, key=key)
-        needed = pods_for(carried, **size, at_most=True, key=key)
+        key, gpus = f"deploy.{name}", group.gpus if isinstance(group, GpuGroup) else 0
+        pod = ClusterNode(name=key, cpu_milli=group.cpus * WHOLE, memory_mib=group.memory_bytes >> 20, gpus=gpus)
+        fewest, needed = pods_for(carried, pod, at_most=False), pods_for(carried, pod, at_most=True)
         most = group.max_pods or max(needed, group.min_pods or 0)
         start = group.min_pods or (fewest if options.autoscaling else min(needed, most))
         if most < fewest:
@@ -102,37 +104,28 @@ def _pods(reservations: Sequence[Reservation], options: DeploySection) -> list[P
             raise DeployError(f"{lack}: nothing adds them without autoscaling")
         workloads = {it.workload for it in carried if it.workload is not None}
         workload = workloads.pop() if len(workloads) == 1 else None
-        found.append(Pods(node=node, group=group, min_pods=start, max_pods=most, workload=workload))
+        found.append(Pods(name=name, node=node, group=group, min_pods=start, max_pods=most, workload=workload))
     return found
 
 
-def pods_for(
-    reservations: Sequence[Reservation],
-    *,
-    cpus: int,
-    gpus: int = 0,
-    memory_bytes: int = 0,
-    at_most: bool,
-    key: str = "deploy.cpu",
-) -> int:
+def pods_for(reservations: Sequence[Reservation], pod: ClusterNode, *, at_most: bool) -> int:
     """Return the number of pods of that size that carry all replicas, as many as there are at most, or at least: first
     fit, the largest first.
 
-    Raises DeployError if a replica fits no pod; `key` names what to change.
+    Raises DeployError if a replica fits no pod; the pod's name is that of what to change.
     """
     largest_first = sorted(reservations, key=lambda it: (it.num_gpus, it.num_cpus, it.name), reverse=True)
     replicas = [it for it in largest_first for _ in range(it.max_replicas if at_most else it.min_replicas)]
-    pod = ClusterNode(name=key, cpu_milli=cpus * WHOLE, memory_mib=memory_bytes >> 20, gpus=gpus)
-    state, needed = ClusterState([pod] * max(1, len(replicas))), 0
+    state, needed, room_bytes = ClusterState([pod] * max(1, len(replicas))), 0, pod.memory_mib << 20
     for one in replicas:
-        if one.memory_bytes > memory_bytes:
-            wants, has = f"{one.memory_bytes / 1e9:g} GB of tables", f"{memory_bytes / 1e9:.3g} GB"
-            raise DeployError(f"a replica of {one.name} holds {wants}, and a pod of {key} has {has}: it fits no node")
+        if one.memory_bytes > room_bytes:
+            holds, has = f"{one.name} holds {one.memory_bytes / 1e9:g} GB of tables", f"{room_bytes / 1e9:.3g} GB"
+            raise DeployError(f"a replica of {holds}, and a pod of {pod.name} has {has}: it fits no node")
         task = replace(one.demand().task, memory_mib=one.memory_bytes >> 20)
         if (at := state.first_fit(task)) is None:
-            wants = f"{one.num_cpus:g} cores" + (f" and {one.num_gpus:g} GPUs" if one.num_gpus else "")
-            has = f"{cpus}" + (f" and {gpus}" if one.num_gpus else "")
-            raise DeployError(f"a replica of {one.name} wants {wants}, and a pod of {key} has {has}: it fits no node")
+            wants = f"{one.name} wants {one.num_cpus:g} cores" + (f" and {one.num_gpus:g} GPUs" if one.num_gpus else "")
+            has = f"{pod.cpu_milli // WHOLE}" + (f" and {pod.gpus}" if one.num_gpus else "")
+            raise DeployError(f"a replica of {wants}, and a pod of {pod.name} has {has}: it fits no node")
         state.place(task, at)
         needed = max(needed, at.node + 1)
     return needed

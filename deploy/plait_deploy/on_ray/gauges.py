@@ -10,8 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from plait_deploy.errors import TaskError
-from plait_deploy.on_ray.nodes import RayNode
-from plait_deploy.on_ray.replica_location import NODE, devices_in
+from plait_deploy.on_ray.nodes import NODE, RayNode, devices_in
 from plait_deploy.placement.values import WHOLE, TaskPlacement
 
 if TYPE_CHECKING:
@@ -41,10 +40,10 @@ def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Repor
     for demand in demands:
         for said in reports.get(demand.name, ()):
             if (node := index.get(said.get(NODE, -1.0))) is not None:
-                with suppress(TaskError, ValueError):
+                with suppress(TaskError):
                     devices = devices_in(said)
-                    devices = state.best_fit_devices(demand.task, node) if devices is None else devices
-                    state.place(demand.task, TaskPlacement(node=node, devices=devices))
+                    at = None if devices is None else TaskPlacement(node=node, devices=devices)
+                    state.place(demand.task, at or state.best_fit(demand.task, node))
     return state
 
 

@@ -1,5 +1,9 @@
-"""Ray's nodes as a cluster that replicas are placed on, and the names of deployments that stand for a model on nodes of
-one class."""
+"""Ray's nodes as a cluster that replicas are placed on, where replicas say they are, and the names of deployments that
+stand for a model on nodes of one class.
+
+Replicas report numbers only to Serve's controller, since Serve carries nothing else: a node is known by the first 13
+hexadecimal digits of its id (52 bits, exact in a float), devices by a bit each.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait_deploy.errors import PlacementError
-from plait_deploy.on_ray.replica_location import node_number
 from plait_deploy.placement.values import WHOLE, ClusterNode
 
 _AT = "@"
@@ -17,6 +20,9 @@ LABEL = "plait-class"
 """The label of Ray's nodes whose value is their class: `ray start --labels plait-class=l40s`."""
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _GPU_MODEL = "ray.io/accelerator-type"
+NODE, DEVICES, CPUS, GPUS = "plait_node", "plait_devices", "plait_cpus", "plait_gpus"
+"""Names of the values among a replica's autoscaling statistics."""
+_DIGITS = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,36 @@ def _node(each: Mapping[str, Any]) -> ClusterNode:
         gpus=int(has.get("GPU", 0)),
         gpu_model=each.get("Labels", {}).get(_GPU_MODEL, ""),
     )
+
+
+def whereabouts() -> dict[str, float]:
+    """Return the node of this actor, what it reserves there, and the devices that Ray gave it, by number."""
+    import ray
+
+    context = ray.get_runtime_context()
+    reserved = context.get_assigned_resources()
+    found = {
+        NODE: node_number(context.get_node_id()),
+        CPUS: float(reserved.get("CPU", 0.0)),
+        GPUS: float(reserved.get("GPU", 0.0)),
+    }
+    devices = [str(each) for each in context.get_accelerator_ids().get("GPU", [])]
+    if all(each.isdecimal() and int(each) < _DIGITS * 4 for each in devices):  # else they are named, not numbered
+        found[DEVICES] = float(sum(1 << int(each) for each in devices))
+    return found
+
+
+def node_number(node_id: str) -> float:
+    """Return the number that stands for a node of Ray."""
+    return float(int(node_id[:_DIGITS], 16))
+
+
+def devices_in(said: Mapping[str, float]) -> tuple[int, ...] | None:
+    """Return the devices that a replica reported; None if they have no numbers."""
+    if DEVICES not in said:
+        return None
+    bits = int(said[DEVICES])
+    return tuple(device for device in range(bits.bit_length()) if bits >> device & 1)
 
 
 def name_at(name: str, node_class: str) -> str:

@@ -12,8 +12,7 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
-from plait_deploy.on_ray.nodes import RayNode, living_nodes, ray_nodes, split_name
-from plait_deploy.on_ray.replica_location import DEVICES, NODE, devices_in
+from plait_deploy.on_ray.nodes import DEVICES, NODE, RayNode, devices_in, living_nodes, ray_nodes, split_name
 from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.recount import Standing, recount
@@ -25,7 +24,8 @@ _LOOK_S = 1.0
 
 
 class PlacementPolicy:
-    """Sets the number of replicas of every placed deployment; the others follow their own policies.
+    """Sets the number of replicas of every placed deployment; others, of which an application of ours has none whose
+    number varies, keep theirs.
 
     `deployments`: `num_cpus` and `num_gpus` of a replica by name. How many replicas a name shall have is
     `max_replicas` of its deployments, or what a policy of its own says of all of them together: `follows` has that by
@@ -53,38 +53,19 @@ class PlacementPolicy:
         self._looked_s = float("-inf")
         self._seen: object = None
         self._counts: Mapping[tuple[str, str], int] = {}
-        self._own: dict[Any, Any] = {}
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, float], dict[Any, dict[str, Any]]]:
-        """Return the numbers of replicas, and the states of the policies that deployments have of their own."""
-        wanted: dict[Any, float] = {}
-        states: dict[Any, dict[str, Any]] = {}
+        """Return the numbers of replicas, and nothing for Serve to keep."""
         placed: dict[tuple[str, str], tuple[Any, Any]] = {}
         for key, context in contexts.items():
             where = split_name(context.deployment_name)
             if where is not None and where[0] in self._tasks:
                 placed[where] = key, context
-            else:
-                wanted[key], states[key] = self._decided_by_itself(key, context)
-        if placed:
-            try:
-                self._look({where: context for where, (_, context) in placed.items()})
-            except Exception:  # an error here would stop Serve's whole control loop, for all applications
-                _log.exception("placement: the cluster could not be planned; the numbers stay as they are")
-        for where, (key, context) in placed.items():
-            wanted[key] = self._counts.get(where, context.target_num_replicas)
-        return wanted, states
-
-    def _decided_by_itself(self, key: Any, context: Any) -> tuple[float, dict[str, Any]]:
-        policy = context.config.policy
-        known, made = self._own.get(key, (None, None))
-        if known != policy:
-            made = policy.get_policy()
-            made = made(**policy.policy_kwargs) if isinstance(made, type) else made
-            self._own[key] = policy, made
-        assert made is not None
-        number, state = made(context)
-        return number, state or {}
+        try:
+            self._look({where: context for where, (_, context) in placed.items()})
+        except Exception:  # an error here would stop Serve's whole control loop, for all applications
+            _log.exception("placement: the cluster could not be planned; the numbers stay as they are")
+        return {key: self._counts.get(where, it.target_num_replicas) for where, (key, it) in placed.items()}, {}
 
     def _look(self, contexts: Mapping[tuple[str, str], Any]) -> None:
         """Plan again if the nodes, the replicas or their wanted numbers have changed since the last look."""

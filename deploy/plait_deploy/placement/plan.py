@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait_deploy.errors import NoRoomError, PlacementError
+from plait_deploy.errors import PlacementError
 from plait_deploy.placement.demands import Demand, demand_classes
-from plait_deploy.placement.fragments import FragmentTables
-from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.device_tables import FragmentTables
+from plait_deploy.placement.policies.scored import Policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
 
@@ -55,15 +55,15 @@ class PlacementPlan:
 def plan(state: ClusterState, demands: Sequence[Demand], policy: Policy) -> PlacementPlan:
     """Place all replicas, those with the most GPU first, as Serve does with what is pending. Changes the state.
 
-    Raises `NoRoomError` before anything is placed if a replica fits no node, even an empty one; `PlacementError` if
-    there is nothing to place.
+    Raises `PlacementError` before anything is placed if a replica fits no node, even an empty one, or if there is
+    nothing to place.
     """
     if not any(each.replicas for each in demands):
         raise PlacementError("the configuration asks for no replica")
     empty = ClusterState(state.nodes)
     for each in demands:
         if empty.first_fit(each.task) is None:
-            raise NoRoomError(
+            raise PlacementError(
                 f"{each.name}: a replica needs {said(each.task)}, and no node has that even when it is empty"
             )
     before = use_of(state, demands)

@@ -1,7 +1,7 @@
 """How many replicas each class of nodes runs, when all that can be set is that number.
 
 A scheduler that shall run three of `engine` on nodes of class `a` chooses the node in the class and the device itself
-(Ray: `ClusterState.best_fit_devices`). So what stands is kept where it is, what has lost its node or never found a
+(Ray: `state.devices_taken`). So what stands is kept where it is, what has lost its node or never found a
 device is placed again, what is too much is stopped where that strands least, and what is missing starts in waves that
 find their devices in whatever order they start.
 """
@@ -18,9 +18,9 @@ import numpy as np
 from plait_deploy.errors import TaskError
 from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.plan import use_of
-from plait_deploy.placement.policies.protocols import Policy
-from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
+from plait_deploy.placement.policies.scored import Policy
+from plait_deploy.placement.state import ClusterState, devices_taken
+from plait_deploy.placement.values import Task, TaskPlacement
 
 _SHUFFLES = 16
 """Random orders in which a wave is tried, beside the largest first and the smallest first."""
@@ -89,11 +89,11 @@ class _Recounting:
     def _keep(self, each: Standing) -> bool:
         """Place a replica where it is known to be; return False if that is not known, or cannot be."""
         task = self._demands[each.name].task
-        if each.node is None or (each.devices is None and not self._fits(task, each.node)):
+        if each.node is None:
             return False
-        devices = self._state.best_fit_devices(task, each.node) if each.devices is None else each.devices
+        at = None if each.devices is None else TaskPlacement(node=each.node, devices=each.devices)
         try:
-            self._settle(each, task, TaskPlacement(node=each.node, devices=devices))
+            self._settle(each, task, at or self._state.best_fit(task, each.node))
         except TaskError:
             return False
         return True
@@ -109,7 +109,7 @@ class _Recounting:
         if not room:
             return False
         node = min(room)[1]
-        self._settle(each, task, TaskPlacement(node=node, devices=self._state.best_fit_devices(task, node)))
+        self._settle(each, task, self._state.best_fit(task, node))
         self._starting.setdefault(node, []).append(task)
         return True
 
@@ -183,11 +183,7 @@ def _fit_in_any_order(row: Sequence[int], tasks: Sequence[Task]) -> bool:
 def _fit_in_order(row: Sequence[int], tasks: Sequence[Task]) -> bool:
     free = list(row)
     for task in tasks:
-        if task.is_share:
-            room = [(left, device) for device, left in enumerate(free) if left >= task.gpu_milli]
-            devices = [min(room)[1]] if room else []
-        else:
-            devices = [device for device, left in enumerate(free) if left == WHOLE][: task.gpus]
+        devices = devices_taken(free, task)
         if len(devices) < task.gpus:
             return False
         for device in devices:

@@ -81,13 +81,9 @@ class ClusterState:
             fits &= self._crowds[task.group][nodes] < task.per_node
         return fits
 
-    def best_fit_devices(self, task: Task, node: int) -> tuple[int, ...]:
-        """Return the devices that Ray would take: the fullest with room for a part, the first free ones else."""
-        row = self.devices[node].tolist()
-        if task.is_share:
-            room = [(free, device) for device, free in enumerate(row) if free >= task.gpu_milli]
-            return (min(room)[1],)
-        return tuple(device for device, free in enumerate(row) if free == WHOLE)[: task.gpus]
+    def best_fit(self, task: Task, node: int) -> TaskPlacement:
+        """Return a node with the devices that Ray would take there (`devices_taken`)."""
+        return TaskPlacement(node=node, devices=devices_taken(self.devices[node].tolist(), task))
 
     def roomy(self, task: Task) -> Ints:
         """Return the nodes that the task fits now."""
@@ -96,10 +92,7 @@ class ClusterState:
     def first_fit(self, task: Task) -> TaskPlacement | None:
         """Return the first node in order that the task fits, with the devices that Ray would take; None without one."""
         there = self.roomy(task)
-        if not there.size:
-            return None
-        node = int(there[0])
-        return TaskPlacement(node=node, devices=self.best_fit_devices(task, node))
+        return self.best_fit(task, int(there[0])) if there.size else None
 
     def place(self, task: Task, at: TaskPlacement) -> None:
         """Take what the task needs. Raises `TaskError`, and changes nothing, if it does not fit there."""
@@ -145,6 +138,15 @@ class ClusterState:
     def _crowd(self, group: str) -> Ints:
         """Return how many tasks of a group each node runs (N,)."""
         return self._crowds.setdefault(group, np.zeros(len(self.nodes), np.int64))
+
+
+def devices_taken(row: Sequence[int], task: Task) -> tuple[int, ...]:
+    """Return the devices that Ray would take on a node where so many milli-GPUs are free: the fullest with room for a
+    part, the first free ones else; too few if there are no more."""
+    if task.is_share:
+        room = [(free, device) for device, free in enumerate(row) if free >= task.gpu_milli]
+        return (min(room)[1],) if room else ()
+    return tuple(device for device, free in enumerate(row) if free == WHOLE)[: task.gpus]
 
 
 def kind_of(task: Task) -> int:

@@ -16,9 +16,9 @@ import numpy as np
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload, published, readings
 from plait_bench.errors import BenchError
 from plait_deploy.errors import PlacementError, TaskError
-from plait_deploy.placement.fragments import FragmentTables
+from plait_deploy.placement.device_tables import FragmentTables
 from plait_deploy.placement.policies import POLICIES, make_policy
-from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.policies.scored import Policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 

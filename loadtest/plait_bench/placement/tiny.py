@@ -7,7 +7,7 @@ from typing import Any
 
 from ray import serve
 
-from plait_deploy.on_ray.replica_location import whereabouts
+from plait_deploy.on_ray.nodes import whereabouts
 
 
 class Tiny:

@@ -99,7 +99,7 @@ def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
     if config.ray.is_local:
         cluster = this_machine(config.ray.num_gpus if has_gpu() or config.ray.num_gpus else 0)
     else:
-        cluster = running(config.ray.address)()
+        cluster = running(config.ray.address)
     try:
         config, refusal = with_gpus(config, cluster), None
     except PlaitError as error:  # on this machine; a file may be for another

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -94,11 +93,7 @@ def _scaled(value: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def _data_uri(image: torch.Tensor) -> str:
-    import numpy as np
-    from PIL import Image
+    from plait_serving.images.codec import OutputFormat, encode_image
 
-    pixels = np.asarray((image * 255).round().permute(1, 2, 0), dtype=np.uint8)
-    made = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
-    buffer = io.BytesIO()
-    made.save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    pixels = (image * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0).contiguous()
+    return f"data:image/png;base64,{base64.b64encode(encode_image(pixels.numpy(), OutputFormat.PNG)).decode()}"

@@ -23,9 +23,9 @@ from pydantic import ValidationError
 from plait.errors import OrderError, told
 from plait.offline.inventory import lora_names, more_models
 from plait_serving.diffusion.admission import ImageLimits, check_size
-from plait_serving.diffusion.errors import EngineStopped, RequestError
+from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.knobs import Placement
-from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
+from plait_serving.http.edge.feed import finished
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.images.codec import OutputFormat, encode_image
@@ -204,7 +204,8 @@ async def _made(
         random_seed=random_seed(),
         preprocessors=preprocessors,
     )
-    result = await finished(service, request, say)
+    events = service.generate(request)
+    result = await finished(events, lambda at: say(f"step {at.step}/{at.steps}", at.step / at.steps))
     pictures: list[dict[str, Any]] = []
     for index, image in enumerate(result.images):
         alone = len(result.images) == 1
@@ -219,19 +220,3 @@ async def _made(
         "num_inference_steps": request.steps,
         "timings": {key.removesuffix("_s"): round(seconds, 6) for key, seconds in asdict(result.timings).items()},
     }
-
-
-async def finished(service: ImageService, request: ImageRequest, say: Say = lambda *_: None) -> ImageResult:
-    """Return the result of a request. Raises what it fails with."""
-    events = service.generate(request)
-    try:
-        async for event in events:
-            if isinstance(event, Finished):
-                return event.result
-            if isinstance(event, Failed):
-                raise event.error
-            if not isinstance(event, Preview):
-                say(f"step {event.step}/{event.steps}", event.step / event.steps)
-    finally:
-        await events.aclose()
-    raise EngineStopped("the engine ended without a result")

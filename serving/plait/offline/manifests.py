@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from plait.config import PlaitConfig, TuningSection
 from plait.deployments import Deployment, deployments
 from plait.errors import ConfigError, told
 from plait.gpu_shares import pods_with_gpus, with_gpus
-from plait_deploy.serve import ServeApplication
 from plait_serving.deployments import INGRESS
 from plait_serving.diffusion.knobs import Placement
 
@@ -40,17 +38,22 @@ def kuberay_manifests(config: PlaitConfig) -> str:
         )
 
 
-def serve_application(config: PlaitConfig) -> ServeApplication:
+def serve_application(config: PlaitConfig) -> dict[str, Any]:
     """Return the application as Serve's config file has it: sections as arguments, knobs with their deployments."""
     args = {"server": config.server.model_dump(mode="json", exclude_defaults=True), **_shapes(config)}
     if config.tuning != TuningSection():
         args["tuning"] = config.tuning.model_dump(mode="json", exclude_defaults=True)
     ingress, *rows = deployments(config)
-    options = {row.name: _options(row) for row in (*rows, ingress)}
-    return ServeApplication(name="plait", import_path="plait.app:build", args=args, deployments=options)
+    return {
+        "name": "plait",
+        "route_prefix": "/",
+        "import_path": "plait.app:build",
+        "args": args,
+        "deployments": [{"name": row.name, **_options(row)} for row in (*rows, ingress)],
+    }
 
 
-def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
+def placed_application(config: PlaitConfig, cluster: Path) -> dict[str, Any]:
     """Return the application as Serve's config file has it, placed on the classes of nodes that a file describes: its
     groups. Raises `PlaitError` for what does not fit there.
 
@@ -62,7 +65,7 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
     from plait_deploy.on_ray.nodes import name_at
     from plait_serving.deployments.scaling import autoscaling
 
-    config = fitted(config, described(cluster)())
+    config = fitted(config, described(cluster))
     ingress, *rows = deployments(config)
     policies = {row.name: autoscaling(row.scaling)["policy"] for row in rows if row.scaling is not None}
     with told(PlacementError, about=cluster):
@@ -71,10 +74,14 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
         placed = placed_deployments(demands, classes)
         policy = policy_options(demands, classes, follows=policies)
     at = {name_at(row.name, of): row for row in rows for of in classes}
-    options = {name: {**placed[name], **_options(row)} for name, row in at.items()} | {ingress.name: _options(ingress)}
+    options = [{"name": name, **placed[name], **_options(row)} for name, row in at.items()]
     plain = serve_application(config)
-    args = {**plain.args, **_uncounted(_shapes(config)), "node_classes": list(classes)}
-    return replace(plain, args=args, deployments=options, autoscaling_policy=policy)
+    return {
+        **plain,
+        "args": {**plain["args"], **_uncounted(_shapes(config)), "node_classes": list(classes)},
+        "deployments": [*options, {"name": ingress.name, **_options(ingress)}],
+        "autoscaling_policy": policy,
+    }
 
 
 def _options(row: Deployment) -> dict[str, Any]:

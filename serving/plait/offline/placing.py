@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from plait.config import PlaitConfig
 from plait.deployments import deployments
 from plait.errors import PlaitError, read, told
 from plait.gpu_shares import running_cluster, with_gpus
-from plait_deploy.errors import NoRoomError, PlacementError
+from plait_deploy.errors import PlacementError
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
@@ -36,14 +37,14 @@ class Placed:
     others: Mapping[str, tuple[Use, int]]
 
 
-def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str = OURS, per_node: int = 0) -> Placed:
-    """Plan the replicas of a configuration on a cluster, at most `per_node` of a deployment on a node (0: any). `nodes`
-    makes the cluster, for each policy anew: `described` or `running`. Raises `PlaitError`."""
+def place(config: PlaitConfig, cluster: ClusterState, *, policy: str = OURS, per_node: int = 0) -> Placed:
+    """Plan the replicas of a configuration on a cluster, `described` or `running`, at most `per_node` of a deployment
+    on a node (0: any). Raises `PlaitError`."""
     with told(PlacementError):
-        demands = [row.demand(per_node=per_node) for row in deployments(fitted(config, nodes()))]
-        state = nodes()
+        demands = [row.demand(per_node=per_node) for row in deployments(fitted(config, cluster))]
+        state = deepcopy(cluster)
         found = _planned(demands, state, policy)
-        others = {name: _planned(demands, nodes(), name) for name in COMPARED if name != policy}
+        others = {name: _planned(demands, deepcopy(cluster), name) for name in COMPARED if name != policy}
     uses = {name: (it.after, len(it.unplaced)) for name, it in others.items()}
     return Placed(policy=policy, state=state, plan=found, others=uses)
 
@@ -51,24 +52,24 @@ def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str
 def fitted(config: PlaitConfig, cluster: ClusterState) -> PlaitConfig:
     """Return the configuration with `num_gpus` as on this cluster; as it is if not all fits: the plan shows that."""
     with suppress(PlaitError):
-        return with_gpus(config, cluster)
+        return with_gpus(config, deepcopy(cluster))
     return config
 
 
-def described(cluster: Path) -> Callable[[], ClusterState]:
-    """Return what makes the cluster that a file describes. Raises `PlaitError`."""
-    return lambda: _read(cluster)[0]
+def described(cluster: Path) -> ClusterState:
+    """Return the cluster that a file describes. Raises `PlaitError`."""
+    return _read(cluster)[0]
 
 
-def running(address: str) -> Callable[[], ClusterState]:
-    """Return what makes a cluster of the living nodes of a running Ray, as if they were empty. Raises `PlaitError`."""
+def running(address: str) -> ClusterState:
+    """Return the living nodes of a running Ray, as if they were empty. Raises `PlaitError`."""
     from plait.server.attach import attached
 
     with attached(address, 0):
         found = running_cluster()
     if found is None:
         raise PlaitError(f"the Ray at {address} has no living node")
-    return lambda: ClusterState(found.nodes)
+    return found
 
 
 def _planned(demands: Sequence[Demand], state: ClusterState, policy: str) -> PlacementPlan:
@@ -90,7 +91,7 @@ def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
     found = _planned(demands, state, OURS)
     if found.unplaced:
         first = found.unplaced[0].demand
-        raise NoRoomError(
+        raise PlacementError(
             f"the cluster is too full for {len(found.unplaced)} of {len(found.assigned)} replicas, the first of "
             f"{first.name} ({said(first.task)} each)"
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.offline.images import finished
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, RgbImage
+from plait_serving.http.edge.feed import finished
 from plait_serving.images.config import (
     STARTER_GUIDANCE,
     ControlNetSection,
@@ -21,7 +21,7 @@ from plait_serving.images.config import (
 from plait_serving.images.service import Catalog, ImageService
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
-from plait_serving.starter.verify import PARTS, VerificationImage, verify
+from plait_serving.starter.verify import PARTS, STEPS, VerificationImage, verify
 
 # Enough for full batches, few enough for any queue.
 AT_ONCE = 32
@@ -80,7 +80,7 @@ async def _make_all(
 
     async def make(index: int, order: VerificationImage) -> RgbImage:
         async with slots:
-            result = await finished(service, request_of(order, catalog, f"verify-{index}"))
+            result = await finished(service.generate(request_of(order, catalog, f"verify-{index}")))
         tell()
         return result.images[0]
 
@@ -101,10 +101,10 @@ def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> I
         prompt=order.prompt,
         width=model.default_width,
         height=model.default_height,
-        steps=order.steps,
+        steps=STEPS,
         guidance_scale=model.default_guidance_scale,
         seed=order.seed,
         scheduler=model.default_scheduler,
-        loras=() if order.lora is None else (LoraRef(name=order.lora, scale=order.lora_scale),),
+        loras=() if order.lora is None else (LoraRef(name=order.lora, scale=1.0),),
         controlnets=() if net is None or image is None else (ControlRef(name=net, image=image),),
     )

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from plait_deploy.on_ray.replica_location import whereabouts
+from plait_deploy.on_ray.nodes import whereabouts
 from plait_serving.deployments.process import choose_omp_wait, unset_ray_threads
 from plait_serving.imports import importing
 

@@ -11,8 +11,7 @@ from typing import Any
 from prometheus_client import Metric
 
 from plait_deploy.on_ray.gauges import gauges
-from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
-from plait_deploy.on_ray.replica_location import CPUS, GPUS
+from plait_deploy.on_ray.nodes import CPUS, GPUS, living_nodes, ray_nodes
 from plait_serving.deployments.metrics import ask_each
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.deployments.ray_internals import replace_proxy_queue
 from plait_serving.http.edge.errors import ApiError
-from plait_serving.http.edge.hosts import HostMiddleware
+from plait_serving.http.edge.hosts import HostCheck
 from plait_serving.http.edge.repeating import RepeatMiddleware
 from plait_serving.http.edge.request_id import accepted_id
 from plait_serving.http.edge.sse import error_event
@@ -67,17 +67,17 @@ class OwnRoutesMiddleware:
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
         self._app = app
-        self._checked = HostMiddleware(app, hosts=hosts)
+        self._check = HostCheck(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call."""
-        if scope["type"] != "http" or not scope["path"].startswith(_OWN_ROUTES):
-            await self._app(scope, receive, send)
-            return
         try:
-            await self._checked(scope, receive, send)
+            if scope["type"] == "http" and scope["path"].startswith(_OWN_ROUTES):
+                self._check(scope)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class AnsweringMiddleware:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
@@ -17,18 +17,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from plait_disagg.errors import RankError
-from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import NAME_PATTERN
 from plait_serving.http import document, models, operations
 from plait_serving.http.a1111 import routes as a1111
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
-from plait_serving.http.edge.auth import AuthMiddleware
+from plait_serving.http.edge.auth import identify
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
-from plait_serving.http.edge.hosts import ForwardedMiddleware, HostMiddleware, OriginMiddleware
+from plait_serving.http.edge.hosts import HostCheck, OriginMiddleware, TrustedProxies
 from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.http.edge.request_id import RequestIdMiddleware
-from plait_serving.http.edge.tenants import RateMiddleware
+from plait_serving.http.edge.tenants import RateLimits
 from plait_serving.http.images import results
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import EditBody
@@ -84,9 +83,9 @@ class _App(FastAPI):
         schema, examples, names = super().openapi(), dict[str, Any](), dict[str, str]()
         if (ranking := self.state.context.ranking) is not None:
             from plait_serving.http.ranking.describe import first_bodies
-            from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
+            from plait_serving.http.ranking.v2 import INFER_PATHS, infer_documentation
 
-            schema["paths"].update(deepcopy(dict(INFER_DOCUMENTATION)))
+            schema["paths"].update({path: infer_documentation(path) for path in INFER_PATHS})
             try:
                 first = ranking.get(ranking.names()[0])
                 examples, names = first_bodies(first), {"model": first.name, "version": first.card.version}
@@ -129,27 +128,23 @@ def app_from_context(
     _add_routes(app, context)
     for router in routers:
         app.include_router(router)
-    # The last one added is the outermost.
     settings, refused = context.settings, context.metrics.observe_refused
+    checks: list[Callable[[Scope], None]] = [
+        TrustedProxies(settings.trusted_proxies),
+        HostCheck(settings.allowed_hosts, origins=settings.allowed_origins, keys=settings.api_keys),
+        partial(identify, keys=settings.api_keys, anyone=settings.anyone),
+        RateLimits(settings.tenants, context.monotonic_s, refused),
+    ]
+    # The last one added is the outermost.
     app.add_middleware(
         BodyLimitMiddleware,
         max_bytes=settings.max_body_bytes,
         max_total_bytes=settings.max_bodies_bytes,
         refused=refused,
     )
-    if any(limits.requests_per_s is not None for limits in settings.tenants.values()):
-        app.add_middleware(RateMiddleware, limits=settings.tenants, monotonic_s=context.monotonic_s, refused=refused)
-    app.add_middleware(AuthMiddleware, keys=settings.api_keys, anyone=settings.anyone)
-    app.add_middleware(
-        HostMiddleware, hosts=settings.allowed_hosts, origins=settings.allowed_origins, keys=settings.api_keys
-    )
-    if settings.trusted_proxies:
-        app.add_middleware(ForwardedMiddleware, proxies=settings.trusted_proxies)
-    app.add_middleware(RequestIdMiddleware, observe=context.metrics.observe_answer)
+    app.add_middleware(RequestIdMiddleware, checks=checks, observe=context.metrics.observe_answer)
     if settings.allowed_origins:
         app.add_middleware(OriginMiddleware, origins=settings.allowed_origins)
-    for kind in (ApiError, EngineError, RankError):
-        app.add_exception_handler(kind, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnected, _client_gone)
@@ -175,10 +170,6 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
                 app.include_router(router)
     for router in (models.router, operations.router, page.router):
         app.include_router(router)
-
-
-async def _known_error(request: Request, error: Exception) -> Response:
-    return wire_error(error).response(request.url.path)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:  # noqa: ARG001

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
+from plait_disagg.queue.knobs import HnKnobs, WorkerKnobs
 from plait_serving.cores import CoreBudget
 from plait_serving.sections import MAX_REPLICAS, FolderPath, GpuShare, Name, Replicas, Replicated, Section
 from plait_serving.starter.manifest import WEIGHTS
@@ -29,36 +29,6 @@ RankRole = Literal["whole", "cn", "hn", "shard"]
 RankExecutor = Literal["auto", "torch"]
 BetweenHosts = Literal["tcp", "nixl"]
 OmpWait = Literal["default", "active", "passive"]
-
-
-class HnKnobs(Section):
-    """What can change on a running HN or whole worker; `WorkerKnobs` explains the fields."""
-
-    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a batch; 0: all cores")] = 1
-    cores: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=4095)], ...], Field(description="which cores they are bound to; none: any")
-    ] = ()
-    largest_batch_rows: Annotated[int, Field(ge=1, le=1_000_000, description="candidates of one batch")] = 4_096
-    largest_waiting: Annotated[int, Field(ge=1, le=1_000_000, description="requests that wait; then 429")] = 1_024
-    order: Annotated[Order, Field(description="who is next: the most urgent (deadline) or the first (arrival)")] = (
-        "deadline"
-    )
-    refuse_late: Annotated[bool, Field(description="refuse at once what cannot be answered by its deadline")] = True
-    batch_wait_ms: Annotated[float, Field(ge=0, le=1000, description="how long a batch waits for more requests")] = 0.0
-
-    def plain(self) -> WorkerKnobs:
-        """Return them in the form that workers take."""
-        return WorkerKnobs(**self.model_dump())
-
-
-class CnKnobs(HnKnobs):
-    """What can change on a running CN."""
-
-    window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once, at most")] = 4
-    adapt_window: Annotated[bool, Field(description="fewer while batches wait at the HN")] = True
-    wire: Annotated[WireFormat, Field(description="how floats travel to the HN")] = "float32"
-    cache_rows: Annotated[int, Field(ge=0, le=100_000_000, description="rows of a table that each HN keeps")] = 0
-    cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
 
 
 class NoKnobs(Section):
@@ -96,7 +66,7 @@ class CnSection(_PartSection):
         Annotated[int, Field(ge=2, le=MAX_SHARDS)] | ShardsSection | None,
         Field(description="into how many processes the tables are dealt; unset: each CN has all of them"),
     ] = None
-    knobs: CnKnobs = CnKnobs()
+    knobs: WorkerKnobs = WorkerKnobs()
 
     @property
     def shard_section(self) -> ShardsSection | None:
@@ -105,14 +75,10 @@ class CnSection(_PartSection):
 
 
 class HnSection(_PartSection):
-    """The dense half."""
+    """The dense half, or as `whole` both halves in one process."""
 
     num_gpus: GpuShare = None
     knobs: HnKnobs = HnKnobs()
-
-
-class WholeSection(HnSection):
-    """Both halves in one process."""
 
 
 class RankModelSection(Section):
@@ -128,10 +94,10 @@ class RankModelSection(Section):
     ] = "tcp"
     cn: CnSection = CnSection()
     hn: HnSection = HnSection()
-    whole: WholeSection = WholeSection()
+    whole: HnSection = HnSection()
 
     @property
-    def parts(self) -> dict[str, CnSection | HnSection | WholeSection | ShardsSection]:
+    def parts(self) -> dict[str, CnSection | HnSection | ShardsSection]:
         """Its deployments by role, first the one that the ingress calls; each shard has its own (`shard0`, ...)."""
         if self.mode == "whole":
             return {"whole": self.whole}

@@ -8,7 +8,8 @@ What is accepted for an input, N being the candidates (one row where the input i
            if it is weighted also NAME_weights (nnz,), as for Dense
 
 Sizes of 1 after the rows may be left out or added: (N,) and (N, 1) are the same. `plait_disagg.messages.check`
-checks the values (finite, ids inside their tables, offsets that add up).
+checks what is there: that no input is missing, as many rows as candidates, finite numbers, ids inside their tables,
+offsets that add up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from plait_disagg.errors import BadInput
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
+from plait_disagg.graph.inputs import Bag, Dense, Ids, Input, tensor_names
 from plait_serving.ranking.codec import Array, hint
 
 LENGTHS = "_lengths"
@@ -32,45 +33,34 @@ _EXACT_IN_FLOAT32 = 1 << 24
 
 
 class Binder:
-    """Binds arrays to a fixed set of inputs. `largest_candidates` bounds N."""
+    """Binds arrays to a fixed set of inputs."""
 
-    def __init__(self, inputs: Sequence[Input], *, largest_candidates: int) -> None:
+    def __init__(self, inputs: Sequence[Input]) -> None:
         self._plans = tuple(_InputPlan(item, inputs) for item in inputs)
-        self._largest = largest_candidates
         self._known = frozenset(name for plan in self._plans for name in plan.names)
 
-    def bind(self, arrays: Mapping[str, Array]) -> tuple[dict[str, torch.Tensor], int | None]:
-        """Return the tensors by `tensor_names`, contiguous copies, float32 or int64; and N, None without an item-side
-        input.
+    def bind(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Return the tensors by `tensor_names` of the inputs that are there, contiguous copies, float32 or int64.
 
-        Raises `BadInput` for a missing or unknown input, a shape, or a datatype that does not fit.
+        Raises `BadInput` for an unknown input, a shape of its rows, or a datatype that does not fit.
         """
         if not arrays.keys() <= self._known:
             name = next(name for name in arrays if name not in self._known)
             required = [name for plan in self._plans for name in plan.required]
             raise BadInput(f"{name[:64]}: the model has no such input{hint(name, required)}", param=name[:64])
         tensors: dict[str, torch.Tensor] = {}
-        candidates: int | None = None
         for plan in self._plans:
             array = arrays.get(plan.name)
             if array is None:
-                raise BadInput(f"{plan.name}: the input is missing", param=plan.name)
-            rows = len(array) if plan.row_shape is not None else plan.bags(arrays)
-            if candidates is None and not plan.is_user:
-                if not 1 <= rows <= self._largest:
-                    detail = f"{plan.name}: has {rows} candidates; a request may have 1 to {self._largest}"
-                    raise BadInput(detail, param=plan.name)
-                candidates = rows
-            if rows != (1 if plan.is_user else candidates):
-                of = "a user-side input has 1" if plan.is_user else f"the inputs before it have {candidates}"
-                raise BadInput(f"{plan.name}: has {rows} rows, {of}", param=plan.name)
+                continue
             if plan.row_shape is None:
                 plan.add_bag(tensors, arrays)
             elif array.dtype is plan.dtype and array.shape[1:] == plan.row_shape:
                 tensors[plan.name] = torch.from_numpy(array.copy())
-            else:
-                tensors[plan.name] = plan.converted(array, rows)
-        return tensors, candidates
+            else:  # another datatype, or another way to write the shape
+                convert = _float32 if plan.dtype is _FLOAT32 else _int64
+                tensors[plan.name] = torch.from_numpy(convert(_shaped(array, plan.row_shape, plan.name), plan.name))
+        return tensors
 
 
 class _InputPlan:
@@ -78,7 +68,7 @@ class _InputPlan:
 
     def __init__(self, item: Input, inputs: Sequence[Input]) -> None:
         lengths = item.name + LENGTHS
-        self.name, self.is_user = item.name, item.side == "user"
+        self.name = item.name
         self.dtype: np.dtype[Any] = _FLOAT32 if isinstance(item, Dense) else _INT64
         self.row_shape = item.shape if isinstance(item, Dense | Ids) else None
         self.required = tensor_names((item,))
@@ -86,28 +76,20 @@ class _InputPlan:
         self.names = self.required if self.lengths is None else (*self.required, self.lengths)
         """Every name that the input may have in a request."""
 
-    def bags(self, arrays: Mapping[str, Array]) -> int:
-        """Return the number of rows of a bag that were sent."""
-        offsets = arrays.get(self.required[1])
-        lengths = arrays.get(self.lengths) if self.lengths is not None else None
-        if offsets is not None and lengths is None:
-            return max(len(offsets) - 1, 0)
-        if offsets is None and lengths is not None:
-            return len(lengths)
-        detail = f"needs {self.name}{OFFSETS} or {self.name}{LENGTHS}"
-        raise BadInput(f"{self.name}: {detail} ({'none is' if offsets is None else 'not both'} there)", param=self.name)
-
     def add_bag(self, tensors: dict[str, torch.Tensor], arrays: Mapping[str, Array]) -> None:
         """Add a bag's tensors to `tensors`."""
         name = self.required[1]
         ids = _ids(arrays[self.name], self.name)
         tensors[self.name] = torch.from_numpy(ids)
         offsets = arrays.get(name)
-        if offsets is None:
-            assert self.lengths is not None
-            made = _offsets(_ids(arrays[self.lengths], self.lengths), len(ids), self.lengths)
-        else:
+        lengths = arrays.get(self.lengths) if self.lengths is not None else None
+        if offsets is not None and lengths is None:
             made = _ids(offsets, name)
+        elif offsets is None and lengths is not None and self.lengths is not None:
+            made = _offsets(_ids(lengths, self.lengths), len(ids), self.lengths)
+        else:
+            detail = f"needs {name} or {self.name}{LENGTHS} ({'none is' if offsets is None else 'not both'} there)"
+            raise BadInput(f"{self.name}: {detail}", param=self.name)
         tensors[name] = torch.from_numpy(made)
         for weights in self.required[2:]:
             array = arrays.get(weights)
@@ -115,21 +97,15 @@ class _InputPlan:
                 raise BadInput(f"{weights}: must have one number for each of the {len(ids)} ids", param=weights)
             tensors[weights] = torch.from_numpy(_float32(array, weights))
 
-    def converted(self, array: Array, rows: int) -> torch.Tensor:
-        """Convert another datatype, or another way to write the shape."""
-        assert self.row_shape is not None
-        shaped = _shaped(array, rows, self.row_shape, self.name)
-        return torch.from_numpy((_float32 if self.dtype is _FLOAT32 else _int64)(shaped, self.name))
 
-
-def _shaped(array: Array, rows: int, row_shape: tuple[int, ...], name: str) -> Array:
+def _shaped(array: Array, row_shape: tuple[int, ...], name: str) -> Array:
     """Return `(rows, *row_shape)`; sizes of 1 after the rows do not count."""
     if array.shape[1:] == row_shape:
         return array
     if [size for size in array.shape[1:] if size != 1] != [size for size in row_shape if size != 1]:
         wanted = ["rows", *row_shape]
         raise BadInput(f"{name}: shape must be [{', '.join(map(str, wanted))}], not {list(array.shape)}", param=name)
-    return array.reshape((rows, *row_shape))
+    return array.reshape((len(array), *row_shape))
 
 
 def _ids(array: Array, name: str) -> Array:

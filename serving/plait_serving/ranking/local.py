@@ -42,7 +42,7 @@ async def why_not_ready(ranker: Ranker) -> str | None:
 
 
 class BoundModel:
-    """A model with its current card, and the binders that turn arrays into its tensors: all of them, or one side's.
+    """A model with its current card, and the binder that turns arrays into its tensors.
 
     `name` is its name in requests; the card has the name that it was packaged with.
     """
@@ -50,10 +50,7 @@ class BoundModel:
     def __init__(self, name: str, model: ServedRanker, card: ModelCard) -> None:
         self.name, self.card = name, card
         self.ranker, self.items = model.ranker, model.items
-        self.binder, self.user, self.item = (
-            Binder(inputs, largest_candidates=card.largest_candidates)
-            for inputs in (card.inputs, self.side("user"), self.side("item"))
-        )
+        self.binder = Binder(card.inputs)
 
     def side(self, side: Side) -> tuple[Input, ...]:
         """Return the inputs of one side."""

@@ -26,15 +26,13 @@ STYLE_COUNT = 50
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationImage:
-    """One image to make: 64x64, everything not named here at the server's defaults."""
+    """One image to make: 64x64, in `STEPS`, a LoRA at its full scale, the rest at the server's defaults."""
 
     prompt: str
     seed: int
-    steps: int = STEPS
     controlnet: str | None = None
     control_image: ImageArray | None = None
     lora: str | None = None
-    lora_scale: float = 1.0
 
 
 Generate = Callable[[Sequence[VerificationImage]], list[ImageArray]]
@@ -101,16 +99,24 @@ def _recognition(_: Generate, refs: References, plain: list[ImageArray], rows: l
     ]
 
 
-def _edges(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
+def _controlled(
+    generate: Generate, refs: References, rows: list[int], net: Literal["edges", "colors"]
+) -> tuple[list[int], list[ImageArray]]:
+    """Return images of the first concepts, made with the control maps of others, and the others' rows."""
     rows, sources = rows[:CONTROL_COUNT], other_rows(rows)[:CONTROL_COUNT]
+    control_map = refs.edge_map if net == "edges" else refs.color_map
     orders = [
-        VerificationImage(prompt=refs.names[row], seed=seed, controlnet="edges", control_image=refs.edge_map(source))
+        VerificationImage(prompt=refs.names[row], seed=seed, controlnet=net, control_image=control_map(source))
         for seed, (row, source) in enumerate(zip(rows, sources, strict=True))
     ]
-    made = generate(orders)
+    return sources, generate(orders)
+
+
+def _edges(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
+    sources, made = _controlled(generate, refs, rows, "edges")
     got = np.mean([edge_f1(edge_mask(p), refs.edges[s]) for p, s in zip(made, sources, strict=True)])
     without = np.mean([edge_f1(edge_mask(p), refs.edges[s]) for p, s in zip(plain, sources, strict=False)])
-    count, meaning = len(rows), "mean F1 of the image's lines against the map of another concept, one pixel tolerance"
+    count, meaning = len(made), "mean F1 of the image's lines against the map of another concept, one pixel tolerance"
     gain = float(got - without)
     return [
         Figure(name="edges_f1", value=float(got), bound=">=", threshold=0.65, count=count, meaning=meaning),
@@ -119,17 +125,12 @@ def _edges(generate: Generate, refs: References, plain: list[ImageArray], rows: 
 
 
 def _colors(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
-    rows, sources = rows[:CONTROL_COUNT], other_rows(rows)[:CONTROL_COUNT]
-    orders = [
-        VerificationImage(prompt=refs.names[row], seed=seed, controlnet="colors", control_image=refs.color_map(source))
-        for seed, (row, source) in enumerate(zip(rows, sources, strict=True))
-    ]
-    wanted = _vectors(refs.twemoji[sources])
-    got = np.abs(_vectors(pool(np.stack(generate(orders)))) - wanted).mean()
-    without = np.abs(_vectors(pool(np.stack(plain[: len(rows)]))) - wanted).mean()
+    sources, made = _controlled(generate, refs, rows, "colors")
+    wanted, count = _vectors(refs.twemoji[sources]), len(made)
+    got, without = (np.abs(_vectors(pool(np.stack(images))) - wanted).mean() for images in (made, plain[:count]))
     meaning = "error of the 4x4-block means against another concept's, over the error without the ControlNet"
-    ratio = float(got / without)
-    return [Figure(name="colors_error", value=ratio, bound="<=", threshold=0.5, count=len(rows), meaning=meaning)]
+    value = float(got / without)
+    return [Figure(name="colors_error", value=value, bound="<=", threshold=0.5, count=count, meaning=meaning)]
 
 
 def _styled(generate: Generate, refs: References, rows: list[int], lora: str) -> list[ImageArray]:

@@ -12,7 +12,7 @@ from plait.deployments import deployments, finishing, logical_cpus
 from plait.errors import ConfigError
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.images.config import STARTER_FOLDER, AliasSection, ControlNetSection, DefaultsSection
-from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection, WholeSection
+from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -178,7 +178,7 @@ def test_config_cpus_cover_every_replica():
     images = PlaitConfig().images.model_copy(update={"controlnets": controlnets, "replicas": 2})
     models = {
         "a": RankModelSection(folder=Path("/x"), cn=CnSection(replicas=4), hn=HnSection(replicas=2)),
-        "b": RankModelSection(folder=Path("/x"), mode="whole", whole=WholeSection(replicas=3)),
+        "b": RankModelSection(folder=Path("/x"), mode="whole", whole=HnSection(replicas=3)),
     }
     config = PlaitConfig(images=images, recommend=RankingSection(models=models))
     assert logical_cpus(config) >= 0.1 + 8 * 0.4 + 9 * 0.2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import yaml
 from ray.serve._private.build_app import build_app
@@ -13,7 +11,7 @@ from plait.app import AppArgs, build
 from plait.cli import main as root
 from plait.config import load_config
 from plait.deployments import logical_cpus
-from plait_deploy.serve import ServeApplication, render_serve
+from plait_deploy.serve import render_serve
 
 CONFIG = """
 server: {host: 0.0.0.0, port: 9000, drain_s: 5}
@@ -115,8 +113,8 @@ def test_deploy_render_refuses_any_free_port(render, options):
 
 def test_deploy_render_refuses_what_serve_would_ignore():
     """Serve drops keys it does not know; the renderer says so instead."""
-    application = ServeApplication(name="plait", import_path="a:b", args={})
+    application = {"name": "plait", "import_path": "a:b"}
     render_serve(application, host="127.0.0.1", port=1)
-    wrong = replace(application, deployments={"engine": {"ray_actor_options": {"num_cpu": 1}}})
+    wrong = {**application, "deployments": [{"name": "engine", "ray_actor_options": {"num_cpu": 1}}]}
     with pytest.raises(ValueError, match=r"deployments\.0\.ray_actor_options\.num_cpu$"):
         render_serve(wrong, host="127.0.0.1", port=1)

@@ -18,8 +18,7 @@ from plait_deploy.placement.policies.baselines import (
     RaySpreadPolicy,
 )
 from plait_deploy.placement.policies.plait import PlaitPolicy
-from plait_deploy.placement.policies.protocols import Policy
-from plait_deploy.placement.policies.scored import Ties
+from plait_deploy.placement.policies.scored import Policy, Ties
 from plait_deploy.placement.values import TaskClass
 
 OURS = "plait"

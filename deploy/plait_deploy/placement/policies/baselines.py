@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from plait_deploy.placement.fragments import FragmentTables, integer_scores
+from plait_deploy.placement.device_tables import FragmentTables
 from plait_deploy.placement.policies.scored import ScoredPolicy, Ties, leftover
 from plait_deploy.placement.state import ClusterState, Ints, kind_of
 from plait_deploy.placement.values import WHOLE, Task, TaskClass, TaskPlacement
@@ -38,6 +39,11 @@ def commonest(classes: Sequence[TaskClass], coverage: float = COVERAGE) -> tuple
     ordered = sorted(classes, key=lambda each: -each.weight)
     before = np.cumsum([0, *(each.weight for each in ordered)])
     return tuple(each for each, seen in zip(ordered, before, strict=False) if seen < coverage * before[-1])
+
+
+def integer_scores(gain: Ints, weight: int) -> NDArray[np.int64]:
+    """Return FGD's published score: int(100 sigmoid(gain in GPUs)), 0..100. One step is about 0.04 GPU near 0."""
+    return np.asarray(100.0 / (1.0 + np.exp(gain / (-WHOLE * weight))), np.int64)
 
 
 class FgdPolicy(ScoredPolicy):
@@ -130,7 +136,7 @@ class RandomPolicy:
             return None
         node = int(there[self._rng.integers(there.size)])
         if not task.is_share:
-            return TaskPlacement(node=node, devices=state.best_fit_devices(task, node))
+            return state.best_fit(task, node)
         room = np.flatnonzero(state.devices[node] >= task.gpu_milli)
         return TaskPlacement(node=node, devices=(int(room[self._rng.integers(room.size)]),))
 
@@ -154,7 +160,7 @@ class _RayPolicy:
         node = int(np.where(sums, self._rank(state, task), np.iinfo(np.int64).min).argmax())
         if not fits[node]:
             node = first
-        return TaskPlacement(node=node, devices=state.best_fit_devices(task, node))
+        return state.best_fit(task, node)
 
 
 class RayPackPolicy(_RayPolicy):

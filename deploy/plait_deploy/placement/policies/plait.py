@@ -4,7 +4,7 @@
 may be filled by many tasks to come: a task goes where the least of what will be used is lost (`ExpectedUse`).
 
 **Turns over**: departures make new leftovers as fast as arrivals fill old ones, and free CPU and GPU are never used up.
-What counts is that the next task can use them: a task goes where fragmentation grows least (`fragments.py`). A class
+What counts is that the next task can use them: a task goes where fragmentation grows least (`FragmentTables`). A class
 weighs as much as it has tasks, times the devices that one asks for: what is lost if it is refused.
 
 Against FGD, in both: it knows all classes, not the commonest 95 %, and its scores are not rounded, so equal scores are
@@ -36,8 +36,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_deploy.placement.device_tables import DeviceTables, usable
-from plait_deploy.placement.fragments import FragmentTables
+from plait_deploy.placement.device_tables import DeviceTables, FragmentTables, usable
 from plait_deploy.placement.policies.scored import ScoredPolicy, Ties
 from plait_deploy.placement.state import ClusterState, Ints
 from plait_deploy.placement.values import WHOLE, Task, TaskClass

@@ -1,4 +1,5 @@
-"""Policies that score each node by what is free on it, and remember scores until the node changes."""
+"""The seam of placement policies, and those that score each node by what is free on it and remember scores until the
+node changes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,17 @@ NO_ROOM = np.iinfo(np.int64).min
 REMEMBERED = 512
 """Tasks whose scores are kept, 16 bytes a node each: more than the distinct ones of the public lists (about 150, and
 300 with the groups of the recommendation services)."""
+
+
+class Policy(Protocol):
+    """Chooses a node and devices for one task at a time.
+
+    It never changes the state. What it chooses fits; it finds a place whenever there is one. It may remember scores of
+    one state between calls, and notices by `touched` what has changed there. A seed fixes what it does.
+    """
+
+    def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
+        """Return where the task goes, or None if it fits nowhere now."""
 
 
 class Ties(StrEnum):
@@ -64,9 +77,9 @@ class ScoredPolicy(ABC):
         node = self._pick(state, task, known)
         if known.score[node] == NO_ROOM:
             return None
-        device = int(known.device[node])
-        devices = (device,) if task.is_share and device >= 0 else state.best_fit_devices(task, node)
-        return TaskPlacement(node=node, devices=devices)
+        if task.is_share and (device := int(known.device[node])) >= 0:
+            return TaskPlacement(node=node, devices=(device,))
+        return state.best_fit(task, node)
 
     def _fresh(self, state: ClusterState, task: Task) -> _Scores:
         if state is not self._state:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from plait_disagg.package.sharding import Sharding, identity, plan_of
 from plait_disagg.queue.jobs import Core
-from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.knobs import HnKnobs, WorkerKnobs
 from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.live_package import LivePackage
@@ -46,7 +46,7 @@ from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.health import HEALTH_TIMEOUT_S
-from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
+from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, NoKnobs, RankRole
 from plait_serving.ranking.counted import rank_families
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
@@ -157,9 +157,8 @@ class RankWorker:
         if self._role == "shard":
             NoKnobs.model_validate(dict(knobs))
             return WorkerKnobs(threads=1)
-        model = (CnKnobs if self._role == "cn" else HnKnobs).model_validate(dict(knobs))
-        plain = model.plain()
-        return replace(plain, threads=cpu_threads(plain.threads))
+        given = (WorkerKnobs if self._role == "cn" else HnKnobs).model_validate(dict(knobs))
+        return WorkerKnobs(**{**given.model_dump(), "threads": cpu_threads(given.threads)})
 
     async def describe(self) -> Replica:
         """Return this replica's addresses and secret. For our own processes only; Serve carries the answer."""

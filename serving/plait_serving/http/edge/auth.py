@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from plait_serving.http.edge.errors import A1111, ApiError
 from plait_serving.sections import ApiKey, Role
@@ -89,21 +89,11 @@ def has_valid_key(header: str | None, keys: Sequence[ApiKey]) -> bool:
         return False
 
 
-class AuthMiddleware:
-    """Puts the `Principal` into the scope's state before any body is read."""
-
-    def __init__(self, app: ASGIApp, *, keys: Sequence[ApiKey], anyone: Principal = ANYONE) -> None:
-        self._app = app
-        self._keys = tuple(keys)
-        self._anyone = anyone
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI call. Raises a 401 `ApiError`."""
-        if scope["type"] == "http" and not is_open(scope["path"]):
-            header, basic = Headers(scope=scope).get("authorization"), scope["path"].startswith(A1111)
-            found = authenticate(header, self._keys, anyone=self._anyone, basic=basic)
-            scope.setdefault("state", {})["principal"] = found
-        await self._app(scope, receive, send)
+def identify(scope: Scope, *, keys: Sequence[ApiKey], anyone: Principal) -> None:
+    """Put the `Principal` into a request's state, unless its path is open. Raises a 401 `ApiError`."""
+    if not is_open(scope["path"]):
+        header, basic = Headers(scope=scope).get("authorization"), scope["path"].startswith(A1111)
+        scope["state"]["principal"] = authenticate(header, keys, anyone=anyone, basic=basic)
 
 
 def tenant_in(scope: Scope) -> str:

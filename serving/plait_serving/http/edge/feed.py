@@ -6,13 +6,13 @@ Plain asyncio on purpose: in a task group of another library every `await` of a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.types import Receive
 
 from plait_serving.diffusion.errors import EngineStopped
-from plait_serving.diffusion.values import Event, Failed, Finished, Preview, Progress
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageResult, Preview, Progress
 from plait_serving.http.edge.errors import ClientDisconnected
 
 T = TypeVar("T")
@@ -53,6 +53,20 @@ class EventFeed:
             await asyncio.gather(self._reading, return_exceptions=True)
             self._reading = None
         await self._events.aclose()
+
+
+async def finished(
+    events: AsyncGenerator[Event, None], told: Callable[[Progress], None] = lambda _: None
+) -> ImageResult:
+    """Return what a request's events end with; its progress is `told`. Raises the request's error."""
+    feed = EventFeed(events)
+    try:
+        while not isinstance(event := await feed.next(), Finished):
+            if isinstance(event, Progress):
+                told(event)
+    finally:
+        await feed.aclose()
+    return event.result
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from plait_serving.http.edge.auth import has_valid_key
 from plait_serving.http.edge.errors import A1111, ApiError
@@ -92,17 +92,16 @@ def _as_browsers_send(origin: str) -> str:
 _FORWARDED_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
-class ForwardedMiddleware:
+class TrustedProxies:
     """Has a request be as `X-Forwarded-Proto` and `X-Forwarded-Host` say, if it comes from one of these networks: of
     several values the last, which the nearest proxy has added."""
 
-    def __init__(self, app: ASGIApp, *, proxies: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, proxies: Sequence[str]) -> None:
         self._proxies = tuple(map(ipaddress.ip_network, proxies))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI call."""
-        if scope["type"] == "http" and self._is_trusted(scope):
+    def __call__(self, scope: Scope) -> None:
+        """Change what a request says."""
+        if self._proxies and self._is_trusted(scope):
             said = Headers(scope=scope)
             scheme, host = (_last(said, f"x-forwarded-{name}") for name in ("proto", "host"))
             if scheme in ("http", "https"):
@@ -110,7 +109,6 @@ class ForwardedMiddleware:
             if _FORWARDED_HOST.fullmatch(host):
                 kept = [pair for pair in scope["headers"] if pair[0] != b"host"]
                 scope["headers"] = [*kept, (b"host", host.encode("ascii"))]
-        await self._app(scope, receive, send)
 
     def _is_trusted(self, scope: Scope) -> bool:
         try:
@@ -125,36 +123,31 @@ def _last(headers: Headers, name: str) -> str:
     return ",".join(headers.getlist(name)).rpartition(",")[2].strip()
 
 
-class HostMiddleware:
+class HostCheck:
     """Refuses, with 403, requests for other names; no `hosts` means that any name is accepted.
 
     So it refuses changes by pages of other origins, of other ports too, where hosts are given or keys are not, and
-    where a browser may add a password by itself (`auth.py`). The
-    server's own origin is what the request's Host header says, which differs from where it listens behind a tunnel or
-    a forwarded port, with the request's scheme, or https, of which a proxy before it relieves it. `origins`: others
-    that are accepted. No page can send a key without asking first, so a request with a valid one is from none.
+    where a browser may add a password by itself (`auth.py`). The server's own origin is what the request's Host header
+    says, which differs from where it listens behind a tunnel or a forwarded port, with the request's scheme, or https,
+    of which a proxy before it relieves it. `origins`: others that are accepted. No page can send a key without asking
+    first, so a request with a valid one is from none.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, hosts: Sequence[str], origins: Sequence[str] = (), keys: Sequence[ApiKey] = ()
-    ) -> None:
-        self._app = app
+    def __init__(self, hosts: Sequence[str], *, origins: Sequence[str] = (), keys: Sequence[ApiKey] = ()) -> None:
         self._hosts = frozenset(map(_as_in_a_header, hosts))
         self._origins = frozenset(map(_parts, origins))
         self._keys = tuple(keys)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI call. Raises a 403 `ApiError`."""
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            if self._hosts and not self._are_ours(headers.getlist("host")):
-                message = "this server does not answer to that host name: it is not among server.allowed_hosts"
-                raise ApiError(403, message, code="host_not_allowed")
-            any_page = self._keys and not self._hosts and not scope["path"].startswith(A1111)
-            if scope["method"] not in _READING and not any_page and self._is_of_another_page(scope, headers):
-                message = "this server takes no requests from pages of other origins: see server.allowed_origins"
-                raise ApiError(403, message, code="origin_not_allowed")
-        await self._app(scope, receive, send)
+    def __call__(self, scope: Scope) -> None:
+        """Raise a 403 `ApiError` for a request that is not answered."""
+        headers = Headers(scope=scope)
+        if self._hosts and not self._are_ours(headers.getlist("host")):
+            message = "this server does not answer to that host name: it is not among server.allowed_hosts"
+            raise ApiError(403, message, code="host_not_allowed")
+        any_page = self._keys and not self._hosts and not scope["path"].startswith(A1111)
+        if scope["method"] not in _READING and not any_page and self._is_of_another_page(scope, headers):
+            message = "this server takes no requests from pages of other origins: see server.allowed_origins"
+            raise ApiError(403, message, code="origin_not_allowed")
 
     def _are_ours(self, hosts: Sequence[str]) -> bool:
         """Return whether there is a host header and all are ours: of two, a proxy before us may have read the other."""
@@ -162,12 +155,12 @@ class HostMiddleware:
 
     def _is_of_another_page(self, scope: Scope, headers: Headers) -> bool:
         """Return whether a page of another origin sent the request."""
-        if "origin" not in headers:
+        if "origin" in headers:
+            hosts, schemes = set(headers.getlist("host")), {scope.get("scheme", "http"), "https"}
+            is_other = any(
+                scheme not in schemes or {_place(each, scheme) for each in hosts} != {(host, port)}
+                for scheme, host, port in set(map(_parts, headers.getlist("origin"))) - self._origins
+            )
+        else:
             is_other = any(site.strip().lower() in _OTHER_SITES for site in headers.getlist("sec-fetch-site"))
-            return is_other and not has_valid_key(headers.get("authorization"), self._keys)
-        hosts, schemes = set(headers.getlist("host")), {scope.get("scheme", "http"), "https"}
-        is_other = any(
-            scheme not in schemes or {_place(each, scheme) for each in hosts} != {(host, port)}
-            for scheme, host, port in set(map(_parts, headers.getlist("origin"))) - self._origins
-        )
         return is_other and not has_valid_key(headers.get("authorization"), self._keys)

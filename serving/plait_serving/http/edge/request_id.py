@@ -1,4 +1,4 @@
-"""The outermost layer: gives each request its id, logs it when it ends, and turns an unexpected error into a 500."""
+"""The outermost layer: gives each request its id, has it checked, logs it when it ends, and answers all errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -45,14 +45,20 @@ def set_id(headers: list[tuple[bytes, bytes]]) -> None:
 class RequestIdMiddleware:
     """Accepts a well-formed `x-request-id`, makes one otherwise, and echoes it on every response.
 
-    Puts `request_id` into the scope's state. `observe(scope, status, seconds)` is called when the response has been
+    Puts `request_id` into the scope's state. Each of `checks`, in this order, may change the scope or raise an
+    `ApiError`, before the body is read. `observe(scope, status, seconds)` is called when the response has been
     sent, with the status as which it ended: 499 where the client went away before all of it was there, and of a stream
     whatever its route says (`ENDED`).
     """
 
-    def __init__(self, app: ASGIApp, *, observe: Callable[[Scope, int, float], None]) -> None:
-        self._app = app
-        self._observe = observe
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        checks: Sequence[Callable[[Scope], None]],
+        observe: Callable[[Scope, int, float], None],
+    ) -> None:
+        self._app, self._checks, self._observe = app, checks, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call."""
@@ -75,13 +81,16 @@ class RequestIdMiddleware:
 
         work_for(lambda: (request_id,))  # to the end of its task
         try:
+            for check in self._checks:
+                check(scope)
             await self._app(scope, receive, send_with_id)
-        except Exception as error:  # the last line of defence; wire_error logs it
+        except Exception as error:  # ours, or an unexpected one, which wire_error logs
             answer = wire_error(error)
             if status == 499:
                 await answer.response(scope["path"])(scope, receive, send_with_id)
             elif not is_whole:
                 scope["state"][ENDED] = answer.status
+            error.__traceback__ = None  # else frames with a task that holds it stay, and with them the body
         finally:
             status = scope["state"].get(ENDED, status if is_whole else 499)
             seconds = time.monotonic() - started_s

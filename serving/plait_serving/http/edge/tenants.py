@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError
@@ -35,34 +35,25 @@ class TokenBucket:
         return 0.0
 
 
-class RateMiddleware:
-    """Refuses a tenant's requests beyond its `requests_per_s` (429), before their bodies are read."""
+class RateLimits:
+    """Refuses a tenant's requests beyond its `requests_per_s` (429)."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        limits: Mapping[str, TenantLimits],
-        monotonic_s: Callable[[], float],
-        refused: Callable[[str, str], None],
+        self, limits: Mapping[str, TenantLimits], monotonic_s: Callable[[], float], refused: Callable[[str, str], None]
     ) -> None:
         """`refused` is told of each request for images that is refused: its tenant, and the code of the answer."""
-        self._app = app
         self._monotonic_s = monotonic_s
         self._refused = refused
         self._buckets = {
             name: TokenBucket(one.requests_per_s) for name, one in limits.items() if one.requests_per_s is not None
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI call. Raises a 429 `ApiError`."""
+    def __call__(self, scope: Scope) -> None:
+        """Raise a 429 `ApiError` for a request that is one too many."""
         tenant = tenant_in(scope)
         bucket = self._buckets.get(tenant)
-        if bucket is not None and scope["type"] == "http":
-            wait_s = bucket.take(self._monotonic_s())
-            if wait_s > 0.0:
-                code, message = "rate_limited", f"tenant {tenant!r} sends too many requests per second"
-                if scope["path"] in PACED_PATHS:
-                    self._refused(tenant, code)
-                raise ApiError(429, message, code=code, headers={"retry-after": str(math.ceil(wait_s))})
-        await self._app(scope, receive, send)
+        if bucket is not None and (wait_s := bucket.take(self._monotonic_s())) > 0.0:
+            code, message = "rate_limited", f"tenant {tenant!r} sends too many requests per second"
+            if scope["path"] in PACED_PATHS:
+                self._refused(tenant, code)
+            raise ApiError(429, message, code=code, headers={"retry-after": str(math.ceil(wait_s))})

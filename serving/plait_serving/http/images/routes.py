@@ -33,7 +33,7 @@ from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.counters import MODEL
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
-from plait_serving.http.edge.feed import EventFeed, News, until_disconnect
+from plait_serving.http.edge.feed import EventFeed, News, finished, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.refusals import Refused
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
@@ -183,16 +183,10 @@ async def result_of(
     request: ImageRequest, context: RouteContext, told: Callable[[Progress], None] = lambda _: None
 ) -> ImageResult:
     """Return what the service makes of a request, whose progress is `told`. Raises the request's error."""
-    feed = EventFeed(context.image_service.generate(request))
     with context.metrics.in_flight.track_inprogress():
-        try:
-            while not isinstance(event := await feed.next(), Finished):
-                if isinstance(event, Progress):
-                    told(event)
-        finally:
-            await feed.aclose()
-    context.metrics.observe_images(len(event.result.images), event.result.timings)
-    return event.result
+        result = await finished(context.image_service.generate(request), told)
+    context.metrics.observe_images(len(result.images), result.timings)
+    return result
 
 
 async def _open_stream(body: GenerationBody, request: Request, context: RouteContext, ends_s: float | None) -> Response:

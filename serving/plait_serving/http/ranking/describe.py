@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Ids, Input, range_of, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Ids, Input, ports_of, range_of, tensor_names
 from plait_disagg.protocols import ItemStore
 from plait_disagg.values import ModelCard
 
 if TYPE_CHECKING:
-    import torch  # takes two seconds, and the lists of models need none of it
-
     from plait_serving.ranking.local import BoundModel
 
 PLATFORM = "plait"
 MAX_EXAMPLE = 1024
 """The number of candidates in the largest example: enough to show what a large request looks like."""
 
+_DATATYPES = {"float32": "FP32", "int64": "INT64"}
 _SMALL_BAG = 4
 _SAFE_ROWS = 1  # of a table whose size the card does not tell: its first row exists
 
@@ -43,13 +41,13 @@ def _inputs(item: Input) -> list[dict[str, Any]]:
     first, last = range_of(item)
     about: dict[str, Any] = {"kind": item.kind, "side": item.side}
     about |= {name: end for name, end in (("minimum", first), ("maximum", last)) if end is not None}
+    shapes: dict[str, tuple[int, ...]] = {}  # else as many as the request has
     if isinstance(item, Bag):
-        offsets = _tensor(item.name + OFFSETS, "INT64", (2 if item.side == "user" else -1,))
-        made = [_tensor(item.name, "INT64", (-1,)), offsets]
-        made += [_tensor(item.name + WEIGHTS, "FP32", (-1,))] if item.weighted else []
-        return [tensor | {"parameters": about} for tensor in made]
-    datatype = "FP32" if isinstance(item, Dense) else "INT64"
-    return [_tensor(item.name, datatype, (rows, *item.shape)) | {"parameters": about}]
+        shapes[item.name + OFFSETS] = (2 if item.side == "user" else -1,)
+    else:
+        shapes[item.name] = (rows, *item.shape)
+    tensors = (_tensor(it.name, _DATATYPES[it.dtype], shapes.get(it.name, (-1,))) for it in ports_of((item,)))
+    return [tensor | {"parameters": about} for tensor in tensors]
 
 
 def _tensor(name: str, datatype: str, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -61,43 +59,23 @@ def example(card: ModelCard, candidates: int, items: ItemStore | None = None) ->
 
     The result depends only on the model and the number of candidates.
     """
-    rng = np.random.default_rng([zlib.crc32(card.name.encode()), candidates])
-    known = {} if items is None else _some_items(items, rng, candidates)
-    tensors: list[dict[str, Any]] = []
-    for item in card.inputs:
-        if item.name not in known:
-            tensors += _example_of(item, card, candidates, rng)
-            continue
-        datatype = "FP32" if isinstance(item, Dense) else "INT64"
-        for name in tensor_names((item,)):
-            tensors.append(_filled(name, "FP32" if name == item.name + WEIGHTS else datatype, known[name].numpy()))
-    return {"id": "example", "inputs": tensors}
+    import torch  # takes two seconds, and the lists of models need none of it
 
+    from plait_disagg.graph.sample_inputs import sample
 
-def _some_items(items: ItemStore, rng: np.random.Generator, count: int) -> Mapping[str, torch.Tensor]:
-    import torch
-
-    return items.gather(torch.from_numpy(rng.integers(0, len(items), count)))
-
-
-def _example_of(item: Input, card: ModelCard, candidates: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    rows = 1 if item.side == "user" else candidates
-    if isinstance(item, Dense):
-        # Multiples of 1/8: exact in float32, short in JSON.
-        eighths = rng.integers(-8, 9, (rows, *item.shape)) / 8
-        if item.low is not None and item.high is not None:
-            eighths = item.low + (item.high - item.low) * abs(eighths)
-        return [_filled(item.name, "FP32", np.clip(eighths, item.low, item.high))]
-    known = card.id_rows.get(item.name, _SAFE_ROWS)
-    if isinstance(item, Ids):
-        first = item.min or 0
-        end = known if item.max is None else min(card.id_rows.get(item.name, item.max + 1), item.max + 1)
-        return [_filled(item.name, "INT64", rng.integers(first, max(end, first + 1), (rows, *item.shape)))]
-    lengths = rng.integers(0, min(_SMALL_BAG, item.largest) + 1, rows)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    ids = rng.integers(0, known, int(offsets[-1]))
-    weights = [_filled(item.name + WEIGHTS, "FP32", rng.integers(1, 9, len(ids)) / 8)] if item.weighted else []
-    return [_filled(item.name, "INT64", ids), _filled(item.name + OFFSETS, "INT64", offsets), *weights]
+    seed = zlib.crc32(f"{card.name} {candidates}".encode())
+    unbounded = [it.name for it in card.inputs if isinstance(it, Bag) or (isinstance(it, Ids) and it.max is None)]
+    bounds = {**dict.fromkeys(unbounded, _SAFE_ROWS), **card.id_rows}
+    made = sample(card.inputs, bounds, candidates=candidates, ids_per_bag=_SMALL_BAG, seed=seed, ragged=True)
+    arrays = {name: tensor.numpy() for name, tensor in made.items()}
+    ranges = {item.name: range_of(item) for item in card.inputs}
+    for name, values in arrays.items():
+        if values.dtype.kind == "f":  # multiples of 1/8: exact in float32, short in JSON
+            arrays[name] = np.clip(np.round(8 * values) / 8, *ranges.get(name, (None, None)))
+    if items is not None:
+        ids = torch.randint(len(items), (candidates,), generator=torch.Generator().manual_seed(seed))
+        arrays |= {name: tensor.numpy() for name, tensor in items.gather(ids).items()}
+    return {"id": "example", "inputs": [_filled(name, arrays[name]) for name in tensor_names(card.inputs)]}
 
 
 def first_bodies(model: BoundModel) -> dict[str, Any]:
@@ -127,5 +105,5 @@ def _plain(item: Input, data: list[Any]) -> Any:
     return data[0] if len(data) == 1 else np.reshape(data, item.shape).tolist()
 
 
-def _filled(name: str, datatype: str, values: npt.NDArray[Any]) -> dict[str, Any]:
-    return _tensor(name, datatype, values.shape) | {"data": values.reshape(-1).tolist()}
+def _filled(name: str, values: npt.NDArray[Any]) -> dict[str, Any]:
+    return _tensor(name, _DATATYPES[values.dtype.name], values.shape) | {"data": values.reshape(-1).tolist()}

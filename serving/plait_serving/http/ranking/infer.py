@@ -45,7 +45,6 @@ class Infer:
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises `RankError`, `ClientDisconnected`, and what middlewares raise from `receive`."""
@@ -78,11 +77,10 @@ class Infer:
             if name not in bound.card.outputs:
                 message = f"{name[:64]}: the model has no such output{hint(name, bound.card.outputs)}"
                 raise BadInput(message, param=name[:64])
-        tensors, _ = bound.binder.bind(body.arrays)
         request = check_request(
             bound.card,
-            tensors,
-            request_id=unique_id(state, next(self._numbers)),
+            bound.binder.bind(body.arrays),
+            request_id=unique_id(state),
             deadline_s=deadline(body.parameters, self._context.monotonic_s()),
         )
         return body, request
@@ -189,6 +187,9 @@ async def rank(context: RouteContext, bound: BoundModel, request: RankRequest, *
     return answer
 
 
-def unique_id(state: Mapping[str, Any], number: int) -> str:
+_numbers = itertools.count()
+
+
+def unique_id(state: Mapping[str, Any]) -> str:
     """Return the request's id with a number appended: a client's id may repeat."""
-    return f"{state['request_id']}.{number}"
+    return f"{state['request_id']}.{next(_numbers)}"

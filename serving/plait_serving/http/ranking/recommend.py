@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,7 +28,6 @@ from plait_serving.http.edge.body_limit import declared_bytes
 from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, JsonRoute, StrictBody
 from plait_serving.http.ranking.infer import rank, unique_id
 from plait_serving.ranking.codec import Array, array_of, hint
-from plait_serving.ranking.inputs import LENGTHS
 from plait_serving.ranking.local import BoundModel, LocalRankingService
 
 PATH = "/v1/recommend"
@@ -38,8 +36,6 @@ router = APIRouter(tags=["ranking"], route_class=JsonRoute)
 
 # What so long a body says is read in about a millisecond; the way to a thread and back takes some 0.1 ms.
 _INLINE_BYTES = 16 << 10
-
-_numbers = itertools.count()
 
 ALL = "all"
 
@@ -86,7 +82,7 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
     start_s = context.monotonic_s()
     bound = context.ranking_service.get(body.model or _only(context.ranking_service))
     deadline_s = None if body.deadline_ms is None else start_s + body.deadline_ms / 1e3
-    ask = partial(_question, body, bound, unique_id(request.scope["state"], next(_numbers)), deadline_s)
+    ask = partial(_question, body, bound, unique_id(request.scope["state"]), deadline_s)
     is_short, tenant = 0 < declared_bytes(request.scope) <= _INLINE_BYTES, principal(request).tenant
     asked, ids = ask() if is_short else await context.workers.run(tenant, ask)
     answer = await rank(context, bound, asked, tenant=tenant)
@@ -119,8 +115,13 @@ def _question(
     ids = _ids(body.candidates, bound)
     try:
         with np.errstate(over="ignore"):  # infinity is refused by the check of values
-            user, _ = bound.user.bind(arrays_of(bound.side("user"), [body.user], "user"))
-            tensors = {**user, **_item_tensors(body.candidates, ids, bound)}
+            arrays = arrays_of(bound.side("user"), [body.user], "user")
+            if ids is None:
+                arrays |= arrays_of(bound.side("item"), body.candidates, "candidates")
+            tensors = bound.binder.bind(arrays)
+        if ids is not None:
+            assert bound.items is not None
+            tensors |= bound.items.gather(ids)
         request = check_request(bound.card, tensors, request_id=request_id, deadline_s=deadline_s)
     except BadInput as error:
         raise BadInput(error.message, param=_place(error.param, bound)) from error
@@ -129,12 +130,12 @@ def _question(
 
 def _ids(candidates: Any, bound: BoundModel) -> torch.Tensor | None:
     """Return the candidates' ids; None if they are objects."""
-    if candidates != ALL and type(candidates) is not list:
-        raise BadInput(f'candidates: must be a list, or "{ALL}"', param="candidates")
-    if candidates != ALL:
+    if type(candidates) is list:
         _check_count(len(candidates), bound.card.largest_candidates)
         if all(type(each) is dict for each in candidates):
             return None
+    elif candidates != ALL:
+        raise BadInput(f'candidates: must be a list, or "{ALL}"', param="candidates")
     if bound.items is None:
         wanted = ", ".join(item.name for item in bound.side("item"))
         message = f"candidates: model {bound.name} knows no items by id; send objects with {wanted}"
@@ -149,13 +150,6 @@ def _ids(candidates: Any, bound: BoundModel) -> torch.Tensor | None:
 def _check_count(count: int, largest: int) -> None:
     if not 1 <= count <= largest:
         raise BadInput(f"candidates: there are {count}; a request may have 1 to {largest}", param="candidates")
-
-
-def _item_tensors(candidates: Any, ids: torch.Tensor | None, bound: BoundModel) -> Mapping[str, torch.Tensor]:
-    if ids is not None:
-        assert bound.items is not None
-        return bound.items.gather(ids)
-    return bound.item.bind(arrays_of(bound.side("item"), candidates, "candidates"))[0]
 
 
 def _place(param: str | None, bound: BoundModel) -> str | None:
@@ -195,7 +189,7 @@ def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where:
             bags = [value if type(value) is list else [value] for value in values]
             ids = list(chain.from_iterable(bags))
             arrays[item.name] = array_of(ids, (len(ids),), "INT64", name)
-            arrays[item.name + LENGTHS] = np.array([len(bag) for bag in bags], np.int64)
+            arrays[item.name + OFFSETS] = np.cumsum([0, *map(len, bags)])
             for key in _keys(item)[1:]:
                 weights = [row[key] if type(row[key]) is list else [row[key]] for row in rows]
                 if list(map(len, weights)) != list(map(len, bags)):
@@ -215,7 +209,7 @@ def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where:
 
 def _keys(item: Input) -> tuple[str, ...]:
     """Return the names that an input has in a row: a bag's offsets follow from its list."""
-    return tuple(name for name in tensor_names((item,)) if not isinstance(item, Bag) or name != item.name + OFFSETS)
+    return tuple(name for name in tensor_names((item,)) if name != item.name + OFFSETS)
 
 
 def _check_names(wanted: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str) -> None:

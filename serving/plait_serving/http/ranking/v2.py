@@ -74,7 +74,8 @@ _NOT_READY = {
 }
 
 
-def _documentation(path: str) -> dict[str, Any]:
+def infer_documentation(path: str) -> dict[str, Any]:
+    """Return the OpenAPI documentation of a hot route."""
     names = [name for name in ("model", "version") if f"{{{name}}}" in path]
     return {
         "post": {
@@ -88,10 +89,6 @@ def _documentation(path: str) -> dict[str, Any]:
             "responses": {"200": {"description": "The outputs", "content": _content("outputs")}},
         }
     }
-
-
-INFER_DOCUMENTATION = {path: _documentation(path) for path in INFER_PATHS}
-"""The OpenAPI documentation of the hot routes, by path."""
 
 
 @router.get("", summary="The server")

@@ -32,7 +32,7 @@ def test_the_demo_ranks_for_people_of_different_tastes():
     user_side = [item for item in INPUTS if item.side == "user"]
     for body in ask.bodies:
         parsed = RecommendBody.model_validate(body)
-        tensors, _ = Binder(user_side, largest_candidates=1).bind(arrays_of(user_side, [parsed.user], "user"))
+        tensors = Binder(user_side).bind(arrays_of(user_side, [parsed.user], "user"))
         assert tensors["liked_genres"].tolist() == body["user"]["liked_genres"]
     for person in demo_ranking.PEOPLE:
         (place,) = [i for i, line in enumerate(said) if person.who in line]

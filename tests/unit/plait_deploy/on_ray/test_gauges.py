@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from plait_deploy.on_ray.gauges import gauges
-from plait_deploy.on_ray.nodes import LABEL, living_nodes
-from plait_deploy.on_ray.replica_location import DEVICES, NODE, node_number
+from plait_deploy.on_ray.nodes import DEVICES, LABEL, NODE, living_nodes, node_number
 from plait_deploy.placement.demands import Demand, task_of
 
 FIRST, SECOND, HOST, DEAD = (f"{at}{'0' * 55}" for at in "3579")

@@ -9,9 +9,8 @@ from ray.serve.config import AutoscalingConfig
 
 from plait_deploy.errors import PlacementError
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
-from plait_deploy.on_ray.nodes import LABEL, name_at
+from plait_deploy.on_ray.nodes import DEVICES, LABEL, NODE, name_at, node_number
 from plait_deploy.on_ray.policy import PlacementPolicy
-from plait_deploy.on_ray.replica_location import DEVICES, NODE, node_number
 from plait_deploy.placement.demands import Demand, task_of
 
 IDS = {name: f"{at:056x}" for at, name in enumerate("abcd", 0x1F3A)}
@@ -182,28 +181,14 @@ def test_an_error_leaves_the_numbers_as_they_are(caplog):
     assert "the GCS does not answer" in caplog.text
 
 
-def test_a_deployment_of_its_own_policy_is_left_to_that():
-    """An application's policy replaces those of its deployments, so it asks them itself."""
+def test_the_number_of_a_deployment_that_is_not_placed_stays():
+    """Serve leaves alone what a policy says nothing of."""
     serve = Serve([demand("x", 1, 1)])
-    config = AutoscalingConfig(
-        min_replicas=1, max_replicas=9, policy={"policy_function": f"{__name__}:Seven", "policy_kwargs": {"more": 1}}
-    )
-    serve.contexts["cn-shop"] = SimpleNamespace(deployment_name="cn-shop", target_num_replicas=1, config=config)
+    serve.contexts["ingress"] = SimpleNamespace(deployment_name="ingress", target_num_replicas=3)
     wanted, states = serve.policy(serve.contexts)
-    assert wanted["cn-shop"] == 8
-    assert states["cn-shop"] == {"asked": 1}
-    assert serve.policy(serve.contexts)[1]["cn-shop"] == {"asked": 2}
-
-
-class Seven:
-    """A policy of a deployment."""
-
-    def __init__(self, more):
-        self.more, self.asked = more, 0
-
-    def __call__(self, context):
-        self.asked += 1
-        return 7 + self.more, {"asked": self.asked}
+    assert "ingress" not in wanted
+    assert sum(wanted.values()) == 1
+    assert states == {}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 
 from plait_bench.placement.filling import fill, inflated, shuffled
 from plait_deploy.errors import TaskError
-from plait_deploy.placement.fragments import FragmentTables, integer_scores
+from plait_deploy.placement.device_tables import FragmentTables
 from plait_deploy.placement.policies import make_policy
-from plait_deploy.placement.policies.baselines import FgdPolicy, commonest
+from plait_deploy.placement.policies.baselines import FgdPolicy, commonest, integer_scores
 from plait_deploy.placement.policies.plait import TURNS_OVER, ExpectedUse
 from plait_deploy.placement.policies.scored import REMEMBERED, Ties, leftover
 from plait_deploy.placement.state import ClusterState

@@ -48,7 +48,7 @@ def settled(demands, classes=CLASSES, gpus=2):
             at = classes.index(node_class)
             state = ClusterState([node("n", gpus)])
             state.devices[0] = rows[at]
-            devices = state.best_fit_devices(task, 0)
+            devices = state.best_fit(task, 0).devices
             assert len(devices) == task.gpus, "Ray found no device"
             for device in devices:
                 rows[at][device] -= task.gpu_milli
@@ -68,7 +68,7 @@ def test_waves_find_devices_in_whatever_order_they_start():
     for order in itertools.permutations(started):
         state = ClusterState([node("n")])
         for task in order:
-            devices = state.best_fit_devices(task, 0)
+            devices = state.best_fit(task, 0).devices
             state.devices[0][list(devices)] -= task.gpu_milli
     found, _ = settled(demands, classes=("a",))
     assert sum(found.counts.values()) == 4

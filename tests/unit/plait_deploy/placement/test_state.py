@@ -66,9 +66,9 @@ def test_what_was_not_placed_cannot_be_released(state):
 def test_devices_are_those_that_ray_takes(state):
     """The fullest with room for a part; the first free ones else."""
     state.place(HALF, TaskPlacement(node=0, devices=(1,)))
-    assert state.best_fit_devices(HALF, 0) == (1,)
-    assert state.best_fit_devices(Task(cpu_milli=0, gpus=1, gpu_milli=600), 0) == (0,)
-    assert state.best_fit_devices(Task(cpu_milli=0, gpus=1, gpu_milli=1000), 0) == (0,)
+    assert state.best_fit(HALF, 0).devices == (1,)
+    assert state.best_fit(Task(cpu_milli=0, gpus=1, gpu_milli=600), 0).devices == (0,)
+    assert state.best_fit(Task(cpu_milli=0, gpus=1, gpu_milli=1000), 0).devices == (0,)
 
 
 def test_fits_looks_at_devices_and_models(state):

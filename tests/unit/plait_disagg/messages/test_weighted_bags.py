@@ -34,15 +34,13 @@ def test_wrong_weights_are_named(bad):
 def test_arrays_and_rows_are_bound():
     """An example can be posted as it is; a row of /v1/recommend has its weights beside the ids."""
     card = dataclasses.replace(CARD, id_rows={**CARD.id_rows, "tags": 20})
-    binder = Binder(INPUTS, largest_candidates=10)
+    binder = Binder(INPUTS)
     kinds = {"INT64": np.int64, "FP32": np.float32}
     sent = {
         tensor["name"]: np.array(tensor["data"], kinds[tensor["datatype"]]).reshape(tensor["shape"])
         for tensor in example(card, 6)["inputs"]
     }
-    tensors, candidates = binder.bind(sent)
-    check_request(card, tensors, request_id="r")
-    assert candidates == 6
+    assert check_request(card, binder.bind(sent), request_id="r").candidates == 6
     assert any(tensor["name"] == "tags_weights" for tensor in metadata("m", card)["inputs"])
     with pytest.raises(BadInput, match="seen_weights"):
         binder.bind({**sent, "seen_weights": np.ones(len(sent["seen"]) + 1, np.float32)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fakes.broadcast import BroadcastHandle
-from plait_deploy.on_ray.replica_location import CPUS, DEVICES, GPUS, NODE, node_number
+from plait_deploy.on_ray.nodes import CPUS, DEVICES, GPUS, NODE, node_number
 from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.replica_metrics import exposition
 

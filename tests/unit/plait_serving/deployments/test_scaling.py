@@ -17,7 +17,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.diffusion.queue.pressure import busy_share
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import CnKnobs, HnKnobs, HnSection, RankingSection, RankModelSection
+from plait_serving.ranking.config import HnSection, RankingSection, RankModelSection
 from plait_serving.sections import Replicas
 
 
@@ -74,10 +74,10 @@ def test_serve_follows_the_pressure_of_its_replicas() -> None:
 
 
 def test_every_knob_of_a_worker_can_be_configured() -> None:
-    """The pydantic twins have the same fields and defaults, so a reconfigure says what it means."""
-    assert CnKnobs().plain() == WorkerKnobs()
-    assert HnKnobs().plain() == WorkerKnobs()
-    knobs = CnKnobs.model_validate({"cores": [0, 1], "order": "arrival", "refuse_late": False, "batch_wait_ms": 2})
-    assert knobs.plain() == WorkerKnobs(cores=(0, 1), order="arrival", refuse_late=False, batch_wait_ms=2.0)
-    assert CnKnobs.model_validate(knobs.model_dump(mode="json")) == knobs
+    """A reconfigure says what it means, and an HN's says nothing that is a CN's."""
+    knobs = WorkerKnobs.model_validate({"cores": [0, 1], "order": "arrival", "refuse_late": False, "batch_wait_ms": 2})
+    assert knobs == WorkerKnobs(cores=(0, 1), order="arrival", refuse_late=False, batch_wait_ms=2.0)
+    assert WorkerKnobs.model_validate(knobs.model_dump(mode="json")) == knobs
+    with pytest.raises(ValidationError, match="window"):
+        HnSection.model_validate({"knobs": {"window": 2}})
     assert RankModelSection(folder=Path("/x")).cn.omp_wait == "passive"

@@ -11,12 +11,13 @@ from starlette.testclient import TestClient
 
 from fakes.ranking import FakeItems, FakeRanker, fake_outputs
 from plait_disagg.errors import BadInput
-from plait_disagg.graph.inputs import Dense, Ids
+from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.ranking import recommend
-from plait_serving.http.ranking.recommend import item_ids, ranking
+from plait_serving.http.ranking.recommend import arrays_of, item_ids, ranking
+from plait_serving.ranking.inputs import Binder
 from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from support.http_rank import make_client
 
@@ -84,6 +85,14 @@ def test_one_id_of_a_bag_may_stand_alone_and_a_bag_may_be_empty():
     first, second, third = [request.tensors["history"].tolist() for request in ranker.ranked]
     assert first == second == [4]
     assert third == []
+
+
+def test_an_input_may_be_called_like_a_bags_lengths():
+    """The row has both, and neither is taken for the other."""
+    inputs = (Bag("a", "user"), Dense("a_lengths", "user"))
+    tensors = Binder(inputs).bind(arrays_of(inputs, [{"a": [1, 2], "a_lengths": 0.5}], "user"))
+    assert (tensors["a"].tolist(), tensors["a_offsets"].tolist()) == ([1, 2], [0, 2])
+    assert tensors["a_lengths"].tolist() == [[0.5]]
 
 
 def test_equal_scores_stay_in_the_candidates_order_and_nan_is_last():
