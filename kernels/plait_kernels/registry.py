@@ -89,11 +89,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         SizeBound(size="group_channels", low=1, high=1024),
     ),
     _reference("plait_kernels.group_norm_silu.reference:group_norm_silu"),
-    _triton(
-        "plait_kernels.residual_add.triton_impl:residual_add_",
-        SizeBound(size="residuals", high=4),  # one kernel argument each
-    ),
-    _reference("plait_kernels.residual_add.reference:residual_add_"),
     ImplInfo(
         op="int8_lookup",
         name="quantized",
