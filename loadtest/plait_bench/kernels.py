@@ -107,8 +107,7 @@ def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> Operat
         return x, *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
 
     def plait(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
-        per_group = channels // _GROUPS
-        op = load("group_norm_silu", x.device.type, x.dtype, elements=x.numel(), group_channels=per_group)
+        op = load("group_norm_silu", x.device.type, x.dtype)
         return op(x, _GROUPS, weight, bias, 1e-5, **({"silu": False} if bare else {"addend": time[0]}))
 
     def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:

@@ -25,9 +25,9 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 5.5e-4, torch.bfloat16: 8e-3 if 
 EPS32 = 1.2e-7
 
 
-def chosen_on_a_gpu(op: str, dtype: torch.dtype, explicit: str | None = None, **sizes: int) -> str:
+def chosen_on_a_gpu(op: str, dtype: torch.dtype) -> str:
     """The name of the form that the registry gives a GPU on which everything runs."""
-    return select_impl(op, "cuda", dtype, explicit, sizes=sizes, failure=lambda *_: None).impl.name
+    return select_impl(op, "cuda", dtype, failure=lambda *_: None).impl.name
 
 
 fuzz = settings(
