@@ -24,9 +24,9 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 class ImplInfo:
     """One implementation of `op`. `entry` is `module:function`, imported only when it is chosen.
 
-    `dtypes` are those of the tensor that the operator writes; `devices` None: any. What is `compiled` on the machine has
-    a function `trial(device, dtype)` beside its entry, which runs it once: it needs a package, a compiler and headers,
-    and a GPU that the compiler knows.
+    `dtypes` are those of the tensor that the operator writes; `devices` None: any. What is `compiled` on the machine
+    has a function `trial(device, dtype)` beside its entry, which runs it once: it needs a package, a compiler and
+    headers, and a GPU that the compiler knows.
     """
 
     op: str

@@ -23,7 +23,8 @@ from plait_serving.images.service import Catalog
 
 
 class FakeHosted(FakeImageService):
-    """A HostedImages of fake images. Its LoRAs are the files of a folder, if it has one, followed as an engine's are."""
+    """A HostedImages of fake images. Its LoRAs are the files of a folder, if it has one, followed as an engine's
+    are."""
 
     def __init__(self, step_s: float, loras: Path | None = None) -> None:
         super().__init__(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")}, slow={"slow": 0.2})

@@ -39,8 +39,8 @@ def group_norm_silu(
     addend: torch.Tensor | None = None,
     silu: bool = True,
 ) -> torch.Tensor:
-    """Compute `silu(group_norm(x + addend))`; see `GroupNormSiluOp`. On a GPU, or a CPU under Triton's interpreter. What
-    is larger than the kernels take is left to the reference."""
+    """Compute `silu(group_norm(x + addend))`; see `GroupNormSiluOp`. On a GPU, or a CPU under Triton's interpreter.
+    What is larger than the kernels take is left to the reference."""
     check_shapes(x, groups, weight, bias, addend)
     if x.numel() > _MAX_ELEMENTS or x.shape[1] // groups > _MAX_GROUP_CHANNELS:
         return reference.group_norm_silu(x, groups, weight, bias, eps, addend=addend, silu=silu)

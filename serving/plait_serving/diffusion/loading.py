@@ -1,5 +1,5 @@
-"""From weight files to modules. All calls of the libraries' loaders are made here: they build a module without memory of
-its own, map the files, and know old names."""
+"""From weight files to modules. All calls of the libraries' loaders are made here: they build a module without memory
+of its own, map the files, and know old names."""
 
 from __future__ import annotations
 

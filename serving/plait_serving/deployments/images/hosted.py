@@ -121,8 +121,8 @@ def _family(engine: Engine) -> str:
 
 
 class HostedImages:
-    """An `ImageService` over an engine in this process, and what the deployment needs from it. All calls into the engine
-    are made on other threads than the event loop's."""
+    """An `ImageService` over an engine in this process, and what the deployment needs from it. All calls into the
+    engine are made on other threads than the event loop's."""
 
     def __init__(self, images: ImagesSection, engine: Engine, lora_cards: LoraCards) -> None:
         self._images = images
