@@ -14,6 +14,7 @@ from plait_kernels.cores import usable_cores
 from plait_serving.cores import capped, socket_folder, threads_of_host
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
+from plait_serving.deployments.scaling import engine_pressure
 from plait_serving.diffusion.admission import ImageLimits, nearest_size
 from plait_serving.diffusion.assemble import Remote, build_engine_of, warm_up
 from plait_serving.diffusion.engine import Engine
@@ -22,7 +23,6 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.source import FolderSource, LoraSource, NoLoras
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model
-from plait_serving.diffusion.queue.pressure import engine_pressure
 from plait_serving.diffusion.settings import EngineSettings
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from plait_serving.health import Health
