@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def cases(device: str) -> list[OperatorCase]:
     geglus = [("sdxl", size) for size in _SDXL_GEGLUS] + [("sd15", size) for size in _SD15_GEGLUS]
     found = [_geglu(model, *size) for model, size in geglus[: 1 if small else None]]
     found += [_norm(model, *size) for model, size in (norms[2:3] if small else norms)]
+    found += [_residuals("sdxl", *size) for size in ((640, 64), (320, 128))[: 1 if small else 2]]
     found += [_norm(model, *size, bare=True) for model, size in ([] if small else norms[2:5:2])]
     return found + ([_merge(_MERGED_WIDTH), *(_lookup(*size) for size in _LOOKUPS)] if small else [])
 
@@ -118,6 +119,33 @@ def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> Operat
     return OperatorCase(
         name=f"group-norm-{'' if bare else 'silu-'}{model}-{channels}x{edge}",
         moved=2 * _ROWS * channels * edge * edge,
+        make=make,
+        plait=plait,
+        eager=eager,
+    )
+
+
+def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
+    """Three ControlNets on one skip, as the engine adds them to all skips of a request."""
+
+    def make(device: str, dtype: torch.dtype) -> Arguments:
+        shape = (_ROWS, channels, edge, edge)
+        skip, *residuals = (
+            torch.randn(shape, device=device, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(4)
+        )
+        return skip, [residual * 0.01 for residual in residuals]
+
+    def plait(skip: torch.Tensor, residuals: list[torch.Tensor]) -> object:
+        torch._foreach_add_([skip], [reduce(torch.add, residuals)])
+        return skip
+
+    def eager(skip: torch.Tensor, residuals: list[torch.Tensor]) -> object:
+        skip += residuals[0] + residuals[1] + residuals[2]
+        return skip
+
+    return OperatorCase(
+        name=f"residual-add-{model}-{channels}x{edge}",
+        moved=5 * _ROWS * channels * edge * edge,
         make=make,
         plait=plait,
         eager=eager,
