@@ -35,7 +35,7 @@ def load_module(kind: Any, files: WeightFiles, dtype: torch.dtype, device: torch
         module = _from_library(kind, files, dtype)
     # On a GPU convolutions want channels-last weights; on a CPU oneDNN reorders them anyway, and bits stay diffusers'.
     layout: dict[str, Any] = {"memory_format": torch.channels_last} if is_gpu(device) else {}
-    module = cast("nn.Module", module.to(device, **layout).eval().requires_grad_(False))
+    module = module.to(device, **layout).eval().requires_grad_(False)
     _log.info("%s: %s in %.1f s", files.folder.name, gigabytes(files.nbytes), time.perf_counter() - started_s)
     return module
 
