@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,21 +21,12 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeBound:
-    """What an implementation takes of one size of a problem, as "elements": from `low` to `high`."""
-
-    size: str
-    low: int = 0
-    high: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ImplInfo:
     """One implementation of `op`. `entry` is `module:function`, imported only when it is chosen.
 
-    `dtypes` are those of the tensor that the operator writes; `devices` None: any. `bounds` are of sizes, which the
-    caller of `load` must then give. What is `compiled` on the machine has a function `trial(device, dtype)` beside its
-    entry, which runs it once: it needs a package, a compiler and headers, and a GPU that the compiler knows.
+    `dtypes` are those of the tensor that the operator writes; `devices` None: any. What is `compiled` on the machine
+    has a function `trial(device, dtype)` beside its entry, which runs it once: it needs a package, a compiler and
+    headers, and a GPU that the compiler knows.
     """
 
     op: str
@@ -44,7 +34,6 @@ class ImplInfo:
     entry: str
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str] | None = None
-    bounds: tuple[SizeBound, ...] = ()
     compiled: bool = False
 
 
@@ -64,16 +53,9 @@ def _reference(entry: str, dtypes: frozenset[torch.dtype] = _FLOATS | {torch.flo
     return ImplInfo(op=entry.split(".")[1], name="reference", entry=entry, dtypes=dtypes)
 
 
-def _triton(entry: str, *bounds: SizeBound) -> ImplInfo:
-    return ImplInfo(
-        op=entry.split(".")[1],
-        name="triton",
-        entry=entry,
-        devices=frozenset({"cuda"}),
-        dtypes=_FLOATS,
-        bounds=bounds,
-        compiled=True,
-    )
+def _triton(entry: str) -> ImplInfo:
+    devices = frozenset({"cuda"})
+    return ImplInfo(op=entry.split(".")[1], name="triton", entry=entry, devices=devices, dtypes=_FLOATS, compiled=True)
 
 
 IMPLS: tuple[ImplInfo, ...] = (
@@ -81,19 +63,8 @@ IMPLS: tuple[ImplInfo, ...] = (
     _reference("plait_kernels.lora_merge.reference:merge_"),
     _triton("plait_kernels.geglu.triton_impl:geglu"),
     _reference("plait_kernels.geglu.reference:geglu"),
-    # Offsets are int32, with room for a last tile. A tile holds whole groups; a table of its groups x lanes stays in
-    # registers.
-    _triton(
-        "plait_kernels.group_norm_silu.triton_impl:group_norm_silu",
-        SizeBound(size="elements", high=2**30),
-        SizeBound(size="group_channels", low=1, high=1024),
-    ),
+    _triton("plait_kernels.group_norm_silu.triton_impl:group_norm_silu"),
     _reference("plait_kernels.group_norm_silu.reference:group_norm_silu"),
-    _triton(
-        "plait_kernels.residual_add.triton_impl:residual_add_",
-        SizeBound(size="residuals", high=4),  # one kernel argument each
-    ),
-    _reference("plait_kernels.residual_add.reference:residual_add_"),
     ImplInfo(
         op="int8_lookup",
         name="quantized",
@@ -125,11 +96,10 @@ def select_impl(
     dtype: torch.dtype,
     explicit: str | None = None,
     *,
-    sizes: Mapping[str, int] = MappingProxyType({}),
     impls: Sequence[ImplInfo] = IMPLS,
     failure: Callable[[ImplInfo, str, torch.dtype], str | None] = trial_failure,
 ) -> Selection:
-    """Return the implementation of `op` for a device type ("cpu", "cuda", ...), a dtype and a problem's sizes.
+    """Return the implementation of `op` for a device type ("cpu", "cuda", ...) and a dtype.
 
     `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the first that fits is
     chosen. Pure but for `failure`, which looks at the machine.
@@ -141,7 +111,7 @@ def select_impl(
             raise KernelError(f"{op} has no implementation named {explicit!r}")
     passed_over: list[str] = []
     for impl in known:
-        reason = _misfit(impl, device, dtype, sizes) or failure(impl, device, dtype)
+        reason = _misfit(impl, device, dtype) or failure(impl, device, dtype)
         if reason is None:
             return Selection(impl=impl, passed_over=tuple(passed_over))
         passed_over.append(f"{impl.name}: {reason}")
@@ -149,38 +119,24 @@ def select_impl(
     raise KernelError(f"no implementation of {op} for {dtype} on {device} ({why})")
 
 
-def _misfit(impl: ImplInfo, device: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> str | None:
+def _misfit(impl: ImplInfo, device: str, dtype: torch.dtype) -> str | None:
     if impl.devices is not None and device not in impl.devices:
         return f"does not run on {device}"
     if dtype not in impl.dtypes:
         return f"does not write {dtype}"
-    for bound in impl.bounds:
-        if bound.size not in sizes:
-            return f"must be told {bound.size}"
-        if sizes[bound.size] < bound.low:
-            return f"takes {bound.size} from {bound.low}"
-        if sizes[bound.size] > bound.high:
-            return f"takes {bound.size} up to {bound.high}"
     return None
 
 
-@lru_cache(maxsize=4096)
-def load(op: str, device: str, dtype: torch.dtype, explicit: str | None = None, **sizes: int) -> Callable[..., Any]:
+@lru_cache(maxsize=256)
+def load(op: str, device: str, dtype: torch.dtype, explicit: str | None = None) -> Callable[..., Any]:
     """Select and import an implementation; a repeated question costs a look-up. Raises `KernelError`.
 
-    `sizes` are those that the operator's `bounds` speak of. Every outcome is logged once: which was chosen, and which
-    better ones were passed over and why.
+    Every outcome is logged once: which was chosen, and which better ones were passed over and why.
     """
-    selection = select_impl(op, device, dtype, explicit, sizes=sizes)
-    _announce(selection, device, dtype)
+    selection = select_impl(op, device, dtype, explicit)
+    level = logging.WARNING if selection.passed_over else logging.INFO
+    passed_over = f" (not {'; '.join(selection.passed_over)})" if selection.passed_over else ""
+    _log.log(level, "%s on %s/%s runs as %s%s", op, device, dtype, selection.impl.name, passed_over)
     module, _, function = selection.impl.entry.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return loaded
-
-
-@lru_cache(maxsize=4096)
-def _announce(selection: Selection, device: str, dtype: torch.dtype) -> None:
-    """Log a selection; the cache makes it once, however many sizes lead to it."""
-    level = logging.WARNING if selection.passed_over else logging.INFO
-    passed_over = f" (not {'; '.join(selection.passed_over)})" if selection.passed_over else ""
-    _log.log(level, "%s on %s/%s runs as %s%s", selection.impl.op, device, dtype, selection.impl.name, passed_over)

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -108,8 +108,7 @@ def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> Operat
         return x, *(torch.randn(shape, device=device, dtype=dtype) for shape in vectors)
 
     def plait(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
-        per_group = channels // _GROUPS
-        op = load("group_norm_silu", x.device.type, x.dtype, elements=x.numel(), group_channels=per_group)
+        op = load("group_norm_silu", x.device.type, x.dtype)
         return op(x, _GROUPS, weight, bias, 1e-5, **({"silu": False} if bare else {"addend": time[0]}))
 
     def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *time: torch.Tensor) -> object:
@@ -127,7 +126,7 @@ def _norm(model: str, channels: int, edge: int, *, bare: bool = False) -> Operat
 
 
 def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
-    """Three ControlNets on one skip."""
+    """Three ControlNets on one skip, as the engine adds them to all skips of a request."""
 
     def make(device: str, dtype: torch.dtype) -> Arguments:
         shape = (_ROWS, channels, edge, edge)
@@ -137,7 +136,7 @@ def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
         return skip, [residual * 0.01 for residual in residuals]
 
     def plait(skip: torch.Tensor, residuals: list[torch.Tensor]) -> object:
-        load("residual_add", skip.device.type, skip.dtype, residuals=len(residuals))(skip, residuals)
+        torch._foreach_add_([skip], [reduce(torch.add, residuals)])
         return skip
 
     def eager(skip: torch.Tensor, residuals: list[torch.Tensor]) -> object:

@@ -10,11 +10,10 @@ import pytest
 
 from fakes.engine import FakeProvider
 from fakes.images import FAKE_CATALOG, FakeImageService
+from plait_serving.deployments.images import hosted
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, LoraError, NumericalError, Overloaded
 from plait_serving.diffusion.values import Failed, Finished, LoraRef, Preview, Progress
-from plait_serving.images.local import LocalImageService
-from plait_serving.replica_metrics import ReplicaMetrics
-from support.engine import Rig, request
+from support.engine import LocalImages, Rig, request
 from support.waiting import until
 
 STEP_S = 0.005
@@ -44,12 +43,9 @@ def rig():
         each.engine.stop(drain_s=0)
 
 
-NOTHING_COUNTED = ReplicaMetrics(replica="r", families=())
-
-
 def local(rig):
     """The service over that engine."""
-    return LocalImageService(engine=rig.engine, catalog=lambda: FAKE_CATALOG, counted=lambda: NOTHING_COUNTED)
+    return LocalImages(rig.engine, FAKE_CATALOG)
 
 
 def refuse(asked, sink):
@@ -185,12 +181,13 @@ def test_events_after_the_readers_loop_has_closed_are_dropped(rig):
     sinks[0](Failed(error=Cancelled("cancelled")))
 
 
-async def test_ready_only_after_the_warm_up_and_while_the_engine_lives(rig):
+async def test_ready_only_after_the_warm_up_and_while_the_engine_lives(rig, monkeypatch):
     """Health tells the reason for each state."""
     made = rig()
     service = local(made)
     assert "warm-up" in (await service.health()).reason
-    service.warmed_up(1.5)
+    monkeypatch.setattr(hosted, "warm_up", lambda engine: 1.5)
+    service.warm_up()
     assert (await service.health()).ready
     made.engine.stop(drain_s=0)
     health = await service.health()

@@ -22,32 +22,28 @@ from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import Catalog
 
 
-class FolderImageService(FakeImageService):
-    """Whose LoRAs are the files of a folder, followed as an engine's are."""
-
-    def __init__(self, folder: Path, **how: Any) -> None:
-        from plait_serving.deployments.images.lora_cards import LoraCards  # needs torch
-        from plait_serving.diffusion.lora.source import FolderSource
-
-        super().__init__(**how)
-        self._cards = LoraCards(FolderSource(folder), lambda: "sd1")
-        self._cards.watch()
-
-    async def catalog(self, *, anew: bool = False) -> Catalog:
-        """Return the fixed catalog with the LoRAs of now."""
-        return replace(await super().catalog(anew=anew), loras=self._cards.cards())
-
-
-class FakeHosted:
-    """A HostedImages around `FakeImageService`."""
+class FakeHosted(FakeImageService):
+    """A HostedImages of fake images. Its LoRAs are the files of a folder, if it has one, followed as an engine's
+    are."""
 
     def __init__(self, step_s: float, loras: Path | None = None) -> None:
-        made = FakeImageService if loras is None else partial(FolderImageService, loras)
-        self.service = made(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")}, slow={"slow": 0.2})
+        super().__init__(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")}, slow={"slow": 0.2})
+        self._cards: Any = None
+        if loras is not None:
+            from plait_serving.deployments.images.lora_cards import LoraCards  # needs torch
+            from plait_serving.diffusion.lora.source import FolderSource
+
+            self._cards = LoraCards(FolderSource(loras), lambda: "sd1")
+            self._cards.watch()
         self.knobs: list[EngineKnobs] = []
         self.engine = self
         self.alive = True
         self.stuck: Stuck | None = None
+
+    async def catalog(self, *, anew: bool = False) -> Catalog:
+        """Return the fixed catalog, with the LoRAs of now."""
+        offers = await super().catalog(anew=anew)
+        return offers if self._cards is None else replace(offers, loras=self._cards.cards())
 
     def check_progress(self) -> None:
         """Raises what a test has set."""
@@ -67,8 +63,7 @@ class FakeHosted:
     def stop(self, *, drain_s: float) -> None:
         """Waits as the real one does."""
         until_s = time.monotonic() + drain_s
-        service = self.service
-        while len(service.submitted) > len(service.finished) + len(service.cancelled) and time.monotonic() < until_s:
+        while len(self.submitted) > len(self.finished) + len(self.cancelled) and time.monotonic() < until_s:
             time.sleep(0.02)
 
 

@@ -32,7 +32,7 @@ class KnobbedHosted(FakeHosted):
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Writes a line to the log."""
         super().reconfigure(knobs)
-        self.service.step_s = STEP_S + knobs.batch_wait_ms / 1e3
+        self.step_s = STEP_S + knobs.batch_wait_ms / 1e3
         _log.info("knobs: threads=%s batch=%s wait=%s", knobs.threads, knobs.largest_batch, knobs.batch_wait_ms)
 
 

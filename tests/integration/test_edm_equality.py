@@ -135,5 +135,5 @@ def test_requests_that_name_no_sampler_get_the_model_s_own(model, tmp_path):
     cards = LoraCards(FolderSource(tmp_path), lambda: "sdxl")
     for configured, expected in (("heun", own), ("dpmpp_2m_sde", Scheduler.DPMPP_2M_SDE)):
         images = ImagesSection.model_validate({"model": str(folder), "defaults": {"scheduler": configured}})
-        catalog = asyncio.run(HostedImages(images, probe.engine, cards).service.catalog())
+        catalog = asyncio.run(HostedImages(images, probe.engine, cards).catalog())
         assert catalog.model.default_scheduler is expected

@@ -21,8 +21,7 @@ from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.families.unet.samplers import Sampler
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.images.local import LocalImageService
-from plait_serving.replica_metrics import ReplicaMetrics
+from support.engine import LocalImages
 from support.http_app import AsgiCall, make_app, pixels
 from support.waiting import until
 
@@ -47,8 +46,7 @@ class Rig:
         self.engine.start()
         card = replace(FAKE_CATALOG.model, name="fake", limits=limits)
         catalog = replace(FAKE_CATALOG, models=(card,), controlnets=())
-        counted = ReplicaMetrics(replica="r", families=())
-        self.service = LocalImageService(engine=self.engine, catalog=lambda: catalog, counted=lambda: counted)
+        self.service = LocalImages(self.engine, catalog)
         self.app = make_app(self.service)
 
     def call(self, **body) -> AsgiCall:

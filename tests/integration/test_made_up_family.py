@@ -61,7 +61,7 @@ def hosted(section: ImagesSection) -> Iterator[HostedImages]:
 
 @pytest.fixture(scope="module")
 def client(hosted: HostedImages) -> Iterator[TestClient]:
-    with TestClient(create_app(hosted.service, HttpSettings())) as at_hand:
+    with TestClient(create_app(hosted, HttpSettings())) as at_hand:
         yield at_hand
 
 

@@ -66,7 +66,7 @@ def said():
 @pytest.fixture(scope="module")
 def client(images, said):
     hosted = load_images(images, converts=False)
-    with TestClient(create_app(hosted.service, HttpSettings())) as opened:
+    with TestClient(create_app(hosted, HttpSettings())) as opened:
         yield opened
     hosted.stop(drain_s=0)
 

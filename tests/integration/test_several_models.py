@@ -204,7 +204,7 @@ def test_the_catalog_says_what_is_not_served(folders, tiny_sd_controlnets, tiny_
     )
     hosted = load_images(section, converts=False)
     try:
-        catalog = asyncio.run(hosted.service.catalog())
+        catalog = asyncio.run(hosted.catalog())
     finally:
         hosted.stop(drain_s=0)
     assert [card.name for card in catalog.models] == ["a"]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from plait_kernels.geglu import reference as geglu_reference
 from plait_kernels.group_norm_silu import reference as norm_reference
 from plait_kernels.registry import select_impl
-from plait_kernels.residual_add import reference as residual_reference
 
 Form = Callable[..., torch.Tensor]
 
@@ -26,9 +25,9 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 5.5e-4, torch.bfloat16: 8e-3 if 
 EPS32 = 1.2e-7
 
 
-def chosen_on_a_gpu(op: str, dtype: torch.dtype, explicit: str | None = None, **sizes: int) -> str:
+def chosen_on_a_gpu(op: str, dtype: torch.dtype) -> str:
     """The name of the form that the registry gives a GPU on which everything runs."""
-    return select_impl(op, "cuda", dtype, explicit, sizes=sizes, failure=lambda *_: None).impl.name
+    return select_impl(op, "cuda", dtype, failure=lambda *_: None).impl.name
 
 
 fuzz = settings(
@@ -177,32 +176,3 @@ def norm_cases(draw: Any, device: str) -> dict[str, Any]:
         offset=draw(st.sampled_from([0.0, 3.0, 1000.0])),
         seed=draw(st.integers(0, 99)),
     )
-
-
-# ---- residuals ------------------------------------------------------------------------------------------------------
-
-
-def residual_case(
-    shape: Sequence[int], count: int, dtype: torch.dtype, device: str, *, layouts: str = "cc", seed: int = 0
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A skip and `count` residuals. `layouts`: of the skip and of the residuals, c or l (channels-last)."""
-    generator = seeded(seed)
-
-    def made(layout: str) -> torch.Tensor:
-        tensor = torch.randn(shape, generator=generator).to(dtype).to(device)
-        return tensor.to(memory_format=torch.channels_last) if layout == "l" and len(shape) == 4 else tensor
-
-    return made(layouts[0]), [made(layouts[1]) for _ in range(count)]
-
-
-def check_residuals(form: Callable[..., None], case: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    """The form adds in place: the formula, at the skip's address, in the skip's layout."""
-    skip, residuals = case
-    truth = skip.double()
-    residual_reference.residual_add_(truth, [one.double() for one in residuals])
-    kept = [one.clone() for one in residuals]
-    address, strides = skip.data_ptr(), skip.stride()
-    form(skip, residuals)
-    assert (skip.data_ptr(), skip.stride()) == (address, strides)
-    assert all(torch.equal(*pair) for pair in zip(residuals, kept, strict=True))
-    assert_close(skip, truth, slack=20 * EPS32 * (1 + len(residuals)))

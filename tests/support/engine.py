@@ -14,9 +14,14 @@ from fakes.engine import (
     FakeProvider,
     resident_model,
 )
+from plait_serving.deployments.images.hosted import HostedImages
+from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.lora.source import NoLoras
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
+from plait_serving.images.config import ImagesSection
+from plait_serving.images.service import Catalog
 
 WAIT_S = 60.0
 
@@ -71,6 +76,17 @@ class Rig:
     def ask(self, prompt="x", **more):
         """Submits and returns a `Watch`."""
         return Watch(self.engine, request(prompt, **more))
+
+
+class LocalImages(HostedImages):
+    """The service over an engine of fakes, which offers what it is given."""
+
+    def __init__(self, engine: Engine, offers: Catalog) -> None:
+        super().__init__(ImagesSection(), engine, LoraCards(NoLoras(), lambda: "sd1"))
+        self._offers = offers
+
+    def _catalog(self) -> Catalog:
+        return self._offers
 
 
 class Watch:

@@ -269,7 +269,6 @@ class AuditedProgram:
         self._reference: PreparedProgram | None = None
         self._auditor = auditor
         self._making = threading.Lock()
-        self._sampling = threading.Lock()
         self._known: OrderedDict[Hashable, None] = OrderedDict()
         self._off: set[Hashable] = set()
         self._calls = 0
@@ -302,27 +301,16 @@ class AuditedProgram:
             return self.reference().run(inputs, factors)
         self._calls += 1
         # Whether this call is audited must be known before it: what it is given may be overwritten by its answer.
-        is_new = shapes not in self._known
-        is_due = is_new or self._calls % self._auditor.plan.every == 0
+        is_due = shapes not in self._known or self._calls % self._auditor.plan.every == 0
         kept = _copies(inputs) if is_due and not self._auditor.is_full else ()
         outputs = self._program.run(inputs, factors, copy=copy)
-        if kept and self._wants(shapes):
+        if kept:
             own = _copies(outputs)
-            sample = _Sample(program=self, key=shapes, inputs=kept, factors=factors, outputs=own)
-            if not self._auditor.add(sample):
-                self._known.pop(shapes, None)
+            if self._auditor.add(_Sample(program=self, key=shapes, inputs=kept, factors=factors, outputs=own)):
+                self._known[shapes] = None
+                if len(self._known) > self._auditor.plan.known_shapes:
+                    self._known.popitem(last=False)
         return outputs
-
-    def _wants(self, key: Hashable) -> bool:
-        """Return whether a call is the first of its key, or one in so many."""
-        with self._sampling:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._calls % self._auditor.plan.every == 0
-            self._known[key] = None
-            if len(self._known) > self._auditor.plan.known_shapes:
-                self._known.popitem(last=False)
-            return True
 
     def _factor_key(self, factors: RowFactors | None) -> Hashable:
         """Return what of the factors decides which code runs: their rows and, in all, their ranks."""

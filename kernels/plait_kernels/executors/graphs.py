@@ -140,7 +140,6 @@ class GraphMemory:
         """How often memory was short."""
         self._budget_bytes = budget_bytes
         self._models: WeakSet[StaticBuffers] = WeakSet()
-        _ALL.add(self)
 
     def buffers(self) -> StaticBuffers:
         """Return the buffers of one more model."""
@@ -182,7 +181,6 @@ class GraphMemory:
         return (program for model in list(self._models) for program in list(model.programs))
 
 
-_ALL: WeakSet[GraphMemory] = WeakSet()
 _ON: dict[torch.device, GraphMemory] = {}
 
 
@@ -198,7 +196,7 @@ def graph_memory(device: torch.device) -> GraphMemory:
 
 def capture_waiting() -> bool:
     """Use a moment without work: capture a shape that has recurred; return whether there was one."""
-    return any(memory.capture_waiting() for memory in list(_ALL))
+    return any(memory.capture_waiting() for memory in on_gpus().values())
 
 
 def give_back(device: torch.device, *, short: bool = False) -> None:

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from plait_kernels.group_norm_silu import check_shapes, is_channels_last
+from plait_kernels.group_norm_silu import check_shapes, is_channels_last, reference
 from plait_kernels.group_norm_silu.triton_kernels import channel_statistics, normalise_channels
 
 _TILE = 4096  # elements at a time: 32 per thread of 4 warps
@@ -25,6 +25,8 @@ _MAX_PIECES = 64  # of one image: every normalising program reads the statistics
 _BLOCK = 64  # channels of one normalising program
 _MAX_GRID = 65535  # a GPU's bound on the second dimension of a grid
 _PROGRAMS = 512  # about four for every multiprocessor of a large GPU
+_MAX_ELEMENTS = 2**30  # offsets are int32, with room for a last tile
+_MAX_GROUP_CHANNELS = 1024  # a tile holds whole groups; a table of its groups x lanes stays in registers
 
 
 def group_norm_silu(
@@ -37,8 +39,11 @@ def group_norm_silu(
     addend: torch.Tensor | None = None,
     silu: bool = True,
 ) -> torch.Tensor:
-    """Compute `silu(group_norm(x + addend))`; see `GroupNormSiluOp`. On a GPU, or a CPU under Triton's interpreter."""
+    """Compute `silu(group_norm(x + addend))`; see `GroupNormSiluOp`. On a GPU, or a CPU under Triton's interpreter.
+    What is larger than the kernels take is left to the reference."""
     check_shapes(x, groups, weight, bias, addend)
+    if x.numel() > _MAX_ELEMENTS or x.shape[1] // groups > _MAX_GROUP_CHANNELS:
+        return reference.group_norm_silu(x, groups, weight, bias, eps, addend=addend, silu=silu)
     last = is_channels_last(x)
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.empty_like(x)  # keeps the strides

@@ -62,7 +62,7 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
     hosted = load_images(images.model_copy(update={"knobs": knobs}), lora_formats=False, converts=False)
     try:
-        yield hosted.service
+        yield hosted
     finally:
         hosted.stop(drain_s=0.0)
 

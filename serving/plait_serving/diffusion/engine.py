@@ -20,8 +20,7 @@ from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
 from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.models.pool import ModelPool
-from plait_serving.diffusion.queue.usage import TenantUsage
-from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry
+from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry, TenantUsage
 from plait_serving.diffusion.units import ImageJob, SpentSeconds
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult
 
@@ -106,8 +105,7 @@ class Engine:
         arrived_s = now_s - (request.tried_again_s or 0.0)
         deadline_at_s = None if request.deadline_s is None else arrived_s + request.deadline_s
         if deadline_at_s is not None and now_s + SURELY_LATE * alone_s > deadline_at_s:
-            self._registry.count(rejected=1)
-            self._registry.usage.add(request.tenant.name, rejected=1)
+            self._registry.use(request.tenant.name, rejected=1)
             raise DeadlineMissed(f"{request.run_steps} steps take about {alone_s:.2f} s", param="deadline_ms")
         job = ImageJob(
             request=request,
@@ -179,7 +177,7 @@ class Engine:
 
     def usage(self) -> dict[str, TenantUsage]:
         """Return what each tenant used since the start."""
-        return self._registry.usage.snapshot()
+        return self._registry.usage()
 
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s` seconds, then fail the rest. Idempotent."""

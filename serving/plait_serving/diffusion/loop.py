@@ -227,7 +227,7 @@ class DenoiseLoop:
         """Charge a request for compute. From any thread."""
         job.spent.charged_s += seconds
         self._shares.charge(job.request.tenant, seconds)
-        self._registry.usage.add(job.request.tenant.name, compute_s=seconds)
+        self._registry.use(job.request.tenant.name, compute_s=seconds)
 
     def _should_wait_for_mates(self, units: list[Unit], knobs: EngineKnobs) -> bool:
         """Return whether to wait for batch mates (the batch-wait knob): nothing runs yet, the batch is not full, and

@@ -7,17 +7,18 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait_kernels.device_errors import is_device_lost
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.bounds import wait_s
-from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.units import ImageJob, RequestPhase
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageResult, RgbImage, Timings
 
 _log = logging.getLogger(__name__)
+
+_ENDS = ("finished", "failed", "cancelled", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +39,34 @@ class EngineStatistics:
     queued_s: float = 0.0
 
 
+@dataclass(slots=True, kw_only=True)
+class TenantUsage:
+    """What a tenant used since the engine started, counted only when the work was done. `compute_s` includes that of
+    requests that failed or were cancelled; `images` and `pixels` were delivered; `steps` are those that images took
+    part in."""
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    rejected: int = 0
+    images: int = 0
+    pixels: int = 0
+    steps: int = 0
+    compute_s: float = 0.0
+
+
 class RequestRegistry:
     """Thread-safe. A job enters with `admitted`, is handed to the compute thread by `take_in`, and leaves with
     `close`."""
 
     def __init__(self) -> None:
-        self.usage = UsageLedger()
         self._changed = threading.Condition()
         self._inbox: deque[ImageJob] = deque()
         self._open: list[ImageJob] = []
         self._has_news = False
         self._counts: Counter[str] = Counter()
+        self._usage: dict[str, TenantUsage] = {}
+        """By tenants' names, which come from the configuration, so they are few; plait's own warm-up has none."""
         self._closed_to_new = False
         self.shut = False
         """Whether the compute thread must end (or has ended)."""
@@ -69,8 +87,7 @@ class RequestRegistry:
                 raise EngineStopped("the engine is shutting down")
             retry_after_s = None if is_again else wait_s(tenant, self._open, knobs)
             if retry_after_s is not None:
-                self._counts["rejected"] += 1
-                self.usage.add(tenant.name, rejected=1)
+                self.use(tenant.name, rejected=1)
                 own = [other for other in self._open if other.request.tenant.name == tenant.name]
                 raise Overloaded(
                     f"{len(own)} requests with {sum(other.left_s for other in own):.0f} s of work are waiting or "
@@ -130,13 +147,28 @@ class RequestRegistry:
         with self._changed:
             self._counts.update(increments)
 
+    def use(self, tenant: str, **more: float) -> None:
+        """Add to the sums of a tenant, by name."""
+        with self._changed:
+            usage = self._usage.setdefault(tenant, TenantUsage())
+            for name, value in more.items():
+                setattr(usage, name, getattr(usage, name) + value)
+
+    def usage(self) -> dict[str, TenantUsage]:
+        """Return what each tenant used. Nobody pays for the warm-up."""
+        with self._changed:
+            return {name: replace(usage) for name, usage in self._usage.items() if name}
+
     def statistics(self) -> EngineStatistics:
         """Return a snapshot."""
         with self._changed:
             running = sum(job.is_stepping for job in self._open)
-            queued_s = sum(job.left_s for job in self._open)
             return EngineStatistics(
-                **self._counts, running=running, waiting=len(self._open) - running, queued_s=queued_s
+                **self._counts,
+                **{end: sum(getattr(each, end) for each in self._usage.values()) for end in _ENDS},
+                running=running,
+                waiting=len(self._open) - running,
+                queued_s=sum(job.left_s for job in self._open),
             )
 
     def open_models(self) -> frozenset[str]:
@@ -159,7 +191,7 @@ class RequestRegistry:
             _log.error("the device is lost, and the engine with it", exc_info=event.error)
             self.shut_down()
             event = Failed(error=EngineStopped("the device failed"))
-        request, used = job.request, {}
+        request, used = job.request, dict[str, float]()
         if isinstance(event, Finished):
             job.phase, outcome = RequestPhase.DONE, "finished"
             pixels = request.n * request.width * request.height
@@ -169,10 +201,9 @@ class RequestRegistry:
             outcome = "cancelled" if isinstance(event.error, Cancelled) else "failed"
         with self._changed:
             self._open.remove(job)
-            self._counts[outcome] += 1
+            self.use(request.tenant.name, **{outcome: 1}, **used)
             self._has_news = True
             self._changed.notify_all()
-        self.usage.add(request.tenant.name, **{outcome: 1}, **used)
         self.send(job, event)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait_kernels import registry
-from plait_kernels.registry import IMPLS, ImplInfo, KernelError, SizeBound, select_impl
+from plait_kernels.registry import IMPLS, ImplInfo, KernelError, select_impl
 
 SLOW = ImplInfo(
     op="op",
@@ -64,26 +64,6 @@ def test_nothing_fits_raises():
         choose("tpu", torch.float16)
     with pytest.raises(KernelError, match="unknown"):
         select_impl("no-such-op", "cpu", torch.float32)
-
-
-LIMITED = dataclasses.replace(FAST, bounds=(SizeBound(size="width", low=2, high=8),))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"width": 1}, "fast: takes width from 2"),
-        ({"width": 9}, "fast: takes width up to 8"),
-        ({}, "fast: must be told width"),
-    ],
-)
-def test_sizes_decide(sizes, reason):
-    """A problem outside an implementation's sizes goes to the next best, with the reason; by name it is refused."""
-    selection = select_impl("op", "cuda", torch.float16, sizes=sizes, impls=(LIMITED, SLOW))
-    assert selection == registry.Selection(impl=SLOW, passed_over=(reason,))
-    with pytest.raises(KernelError, match=reason):
-        select_impl("op", "cuda", torch.float16, "fast", sizes=sizes, impls=(LIMITED, SLOW))
-    assert select_impl("op", "cuda", torch.float16, sizes={"width": 8}, impls=(LIMITED, SLOW)).impl is LIMITED
 
 
 def test_load_logs_once_what_was_passed_over(monkeypatch, caplog):

@@ -35,13 +35,12 @@ from plait_serving.deployments.fabric_endpoints import open_listeners, this_repl
 from plait_serving.deployments.images.counted import audit_families, gpu_families
 from plait_serving.deployments.process import configure_logging, seconds_to_start
 from plait_serving.deployments.ray_internals import given_knobs
-from plait_serving.deployments.scaling import PRESSURE
+from plait_serving.deployments.scaling import PRESSURE, busy_share
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.families import load_controlnet
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for, uses_graphs
 from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.memory import resolve_device, resolve_dtype
-from plait_serving.diffusion.queue.pressure import busy_share
 from plait_serving.diffusion.settings import default_prepared_folder
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 from plait_serving.sections import Section

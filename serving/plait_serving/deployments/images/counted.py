@@ -10,7 +10,7 @@ from plait_kernels.cores import instruction_set
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.cores import HostCores
 from plait_serving.diffusion.engine import Engine
-from plait_serving.diffusion.queue.usage import TenantUsage
+from plait_serving.diffusion.request_registry import TenantUsage
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 
 _AUDITS = {

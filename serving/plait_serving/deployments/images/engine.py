@@ -48,7 +48,7 @@ class EngineReplica:
             return
         yield Accepted()
         reported_s = -math.inf
-        async with aclosing(self._hosted.service.generate(request)) as events:
+        async with aclosing(self._hosted.generate(request)) as events:
             async for event in events:
                 if isinstance(event, Progress):
                     period_s = PROGRESS_PERIOD_S if request.wants_progress else math.inf
@@ -59,27 +59,27 @@ class EngineReplica:
 
     async def catalog(self, known: str) -> AsyncGenerator[CatalogHead | bytes, None]:
         """Yield what can be requested now, in pieces; only its head if its digest is `known`."""
-        catalog = await self._hosted.service.catalog()
+        catalog = await self._hosted.catalog()
         for piece in self._packer.pieces(catalog, known):
             yield piece
 
     async def refused(self) -> Mapping[str, str]:
         """Return why models are not served, by name."""
-        return (await self._hosted.service.catalog()).refused
+        return (await self._hosted.catalog()).refused
 
     async def rest(self, model: str, asleep: bool) -> None:  # Serve passes arguments by place
         """Let a model's weights leave memory, or bring them back."""
-        await self._hosted.service.rest(model, asleep=asleep)
+        await self._hosted.rest(model, asleep=asleep)
 
     async def health(self) -> Health:
         """Return ready while the engine is alive and no stop was requested."""
         if self._stopping:
             return Health(ready=False, reason="the server is stopping")
-        return await self._hosted.service.health()
+        return await self._hosted.health()
 
     async def metric_families(self) -> ReplicaMetrics:
         """Return the engine's metrics."""
-        (counted,) = await self._hosted.service.counts()
+        (counted,) = await self._hosted.counts()
         return counted
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""The engine of an `images` section with its image service, for both the engine's replica and `plait generate`."""
+"""The engine of an `images` section as an image service, for both the engine's replica and `plait generate`."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +14,22 @@ from plait_kernels.cores import usable_cores
 from plait_serving.cores import capped, socket_folder, threads_of_host
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
+from plait_serving.deployments.scaling import engine_pressure
 from plait_serving.diffusion.admission import ImageLimits, nearest_size
 from plait_serving.diffusion.assemble import Remote, build_engine_of, warm_up
 from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.source import FolderSource, LoraSource, NoLoras
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model
-from plait_serving.diffusion.queue.pressure import engine_pressure
 from plait_serving.diffusion.settings import EngineSettings
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+from plait_serving.health import Health
 from plait_serving.images.config import ImagesSection
-from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard
+from plait_serving.replica_metrics import ReplicaMetrics
 
 if TYPE_CHECKING:
     from plait_serving.deployments.fabric_endpoints import ServeReplicas
@@ -117,7 +121,8 @@ def _family(engine: Engine) -> str:
 
 
 class HostedImages:
-    """A warmed-up engine with what the deployment needs from it."""
+    """An `ImageService` over an engine in this process, and what the deployment needs from it. All calls into the
+    engine are made on other threads than the event loop's."""
 
     def __init__(self, images: ImagesSection, engine: Engine, lora_cards: LoraCards) -> None:
         self._images = images
@@ -125,18 +130,65 @@ class HostedImages:
         self._lora_cards = lora_cards
         self._reports = 0
         self._gauge = Gauge(self._readings, engine_pressure)
-        self.service = LocalImageService(
-            engine=engine,
-            catalog=self._catalog,
-            counted=lambda: counted(engine, threads_of_host(socket_folder(), cores=usable_cores())),
-        )
-        """The service that takes requests."""
+        self._warmup_s: float | None = None
 
     def warm_up(self) -> None:
-        """Make the warm-up images; from then on the service is ready."""
-        seconds = warm_up(self.engine)
-        _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
-        self.service.warmed_up(seconds)
+        """Make the warm-up images; from then on it is ready while the engine is alive."""
+        self._warmup_s = warm_up(self.engine)
+        _log.info("%s is warm after %.1f s", self._images.public_name, self._warmup_s)
+
+    async def catalog(self, *, anew: bool = False) -> Catalog:  # noqa: ARG002  # it is always
+        """Return what can be requested now."""
+        return await asyncio.to_thread(self._catalog)
+
+    async def health(self) -> Health:
+        """Report ready once warmed up and while the engine is alive."""
+        if self._warmup_s is None:
+            return Health(ready=False, reason="the warm-up image is not made yet")
+        if not self.engine.alive:
+            return Health(ready=False, reason="the engine has stopped", warmup_s=self._warmup_s)
+        return Health(ready=True, warmup_s=self._warmup_s)
+
+    async def counts(self) -> Sequence[ReplicaMetrics]:
+        """Return what the engine counts."""
+        return [await asyncio.to_thread(self._counted)]
+
+    async def rest(self, model: str, *, asleep: bool) -> None:
+        """Tell the engine."""
+        await asyncio.to_thread(self.engine.rest, model, asleep=asleep)
+
+    async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+        """Submit the request to the engine and yield its events."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def sink(event: Event) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:
+                # The reader's loop has ended since (a command that was interrupted): nobody is left to tell.
+                if not loop.is_closed():
+                    raise
+
+        # A submit that has begun cannot be called back: the shield lets it end, so that what cancels it is never lost.
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, request, sink))
+        try:
+            cancel = await asyncio.shield(submitting)
+        except EngineError as error:
+            yield Failed(error=error)
+            return
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel)
+            raise
+        ended = False
+        try:
+            while not ended:
+                event = await events.get()
+                ended = isinstance(event, Finished | Failed)
+                yield event
+        finally:
+            if not ended:
+                cancel()
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs; running requests continue."""
@@ -171,6 +223,9 @@ class HostedImages:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
         self.engine.stop(drain_s=drain_s)
         self._lora_cards.close()
+
+    def _counted(self) -> ReplicaMetrics:
+        return counted(self.engine, threads_of_host(socket_folder(), cores=usable_cores()))
 
     def _catalog(self) -> Catalog:
         pool, images = self.engine.pool, self._images
@@ -221,6 +276,11 @@ class HostedImages:
     def _families(self) -> dict[str, str]:
         """The families of the models that take each ControlNet."""
         return {name: model.family.kind for model in self.engine.pool.models.values() for name in model.controlnets}
+
+
+def _cancel(submitting: asyncio.Future[Callable[[], None]]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result()()
 
 
 def lora_source(images: ImagesSection) -> LoraSource:

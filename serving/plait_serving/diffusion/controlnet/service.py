@@ -48,7 +48,7 @@ _MAX_BACKLOG = 64
 handful."""
 
 _NAP_S = 1.0
-"""How often to look for idle sessions when nothing else happens."""
+"""So long nothing must happen before a shape is captured that has recurred."""
 
 _KEPT_KINDS = 256
 """Shapes and row counts whose time is remembered."""
@@ -60,7 +60,6 @@ class ServiceLimits:
 
     largest_batch_rows: int = 64
     sessions_bytes: int = 1 << 30
-    session_idle_s: float = 900.0
     channels: int = 128
     send_timeout_s: float = 10.0
 
@@ -119,9 +118,7 @@ class ControlNetService:
         self._clock = clock
         self._limits = limits or ServiceLimits()
         self._threads = threads
-        self._sessions = SessionTable(
-            capacity_bytes=self._limits.sessions_bytes, idle_s=self._limits.session_idle_s, clock=clock
-        )
+        self._sessions = SessionTable(capacity_bytes=self._limits.sessions_bytes)
         self._inbox: SimpleQueue[tuple[Peer, Request | None] | None] = SimpleQueue()
         """What the peers' threads hand to the compute thread; of a peer without a request, that it has left. None wakes
         it."""
@@ -217,7 +214,6 @@ class ControlNetService:
                 set_threads(threads)
             for peer, request in filter(None, items):
                 self._take(peer, request)
-            self._sessions.forget_idle()
             if self._jobs:
                 self._run_batch()
             elif self._stopped and self._inbox.empty():

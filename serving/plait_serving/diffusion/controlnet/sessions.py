@@ -1,10 +1,8 @@
-"""What a ControlNet service keeps between steps, bounded in bytes and in time. Pure: the clock is an argument."""
+"""What a ControlNet service keeps between steps, bounded in bytes. Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from plait_serving.diffusion.controlnet.rows import Constants
 from plait_serving.diffusion.errors import EngineError
@@ -16,25 +14,16 @@ _MIN_BYTES = 1_024
 """The min size that a session counts as, so that errors are bounded too."""
 
 
-@dataclass(slots=True, eq=False)
-class _StoredSession:
-    held: Held
-    nbytes: int
-    used_at_s: float
-
-
 class SessionTable:
     """Sessions by (peer, number), least recently used first. Not thread-safe.
 
-    When they hold more than `capacity_bytes`, the least recently used are dropped, never the newest; so are those
-    that have not been used for `idle_s`. Their clients get "unknown session" and open them again.
+    When they hold more than `capacity_bytes`, the least recently used are dropped, never the newest. Their clients get
+    "unknown session" and open them again.
     """
 
-    def __init__(self, *, capacity_bytes: int, idle_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, *, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
-        self._idle_s = idle_s
-        self._clock = clock
-        self._entries: OrderedDict[tuple[int, int], _StoredSession] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], Held] = OrderedDict()
         self._nbytes = 0
 
     def __len__(self) -> int:
@@ -43,20 +32,17 @@ class SessionTable:
     def put(self, peer: int, session: int, held: Held) -> None:
         """Add a session, replacing an earlier one of that number."""
         self.forget(peer, session)
-        entry = _StoredSession(held, _nbytes_of(held), self._clock())
-        self._entries[peer, session] = entry
-        self._nbytes += entry.nbytes
+        self._entries[peer, session] = held
+        self._nbytes += _nbytes_of(held)
         while self._nbytes > self._capacity_bytes and len(self._entries) > 1:
             self._drop(next(iter(self._entries)))
 
     def get(self, peer: int, session: int) -> Held | None:
         """Return the session, now the most recently used; None if it is not known, or no longer."""
-        entry = self._entries.get((peer, session))
-        if entry is None:
-            return None
-        entry.used_at_s = self._clock()
-        self._entries.move_to_end((peer, session))
-        return entry.held
+        held = self._entries.get((peer, session))
+        if held is not None:
+            self._entries.move_to_end((peer, session))
+        return held
 
     def forget(self, peer: int, session: int) -> None:
         """Drop one session, if it is known."""
@@ -68,17 +54,8 @@ class SessionTable:
         for key in [key for key in self._entries if key[0] == peer]:
             self._drop(key)
 
-    def forget_idle(self) -> None:
-        """Drop what has not been used for `idle_s`."""
-        too_old_s = self._clock() - self._idle_s
-        while self._entries:
-            key, entry = next(iter(self._entries.items()))
-            if entry.used_at_s > too_old_s:
-                return
-            self._drop(key)
-
     def _drop(self, key: tuple[int, int]) -> None:
-        self._nbytes -= self._entries.pop(key).nbytes
+        self._nbytes -= _nbytes_of(self._entries.pop(key))
 
 
 def _nbytes_of(held: Held) -> int:

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from torch.nn import functional
 
-from plait_kernels.registry import KernelError
 from suites.operators import DTYPES, NORM_SHAPES, check_norm, chosen_on_a_gpu, fuzz, norm_case, norm_cases
 
 pytest.importorskip("triton", reason="needs triton: make setup-kernels")
@@ -87,10 +86,15 @@ def test_forms_do_not_differ(case):
         check_norm(form, case)
 
 
-def test_the_registry_chooses_by_shape():
-    """More elements than int32 offsets reach go to the reference; asked for by name they are refused."""
-    sizes = {"elements": 2**30 + 1, "group_channels": 10}
-    assert chosen_on_a_gpu("group_norm_silu", torch.float16, **sizes) == "reference"
-    with pytest.raises(KernelError, match="takes elements up to 1073741824"):
-        chosen_on_a_gpu("group_norm_silu", torch.float16, "triton", **sizes)
-    assert chosen_on_a_gpu("group_norm_silu", torch.float16, elements=2**30, group_channels=10) == "triton"
+def test_a_gpu_computes_by_the_kernel():
+    """In the dtypes that images are made in."""
+    assert chosen_on_a_gpu("group_norm_silu", torch.float16) == "triton"
+    assert chosen_on_a_gpu("group_norm_silu", torch.float64) == "reference"
+
+
+@pytest.mark.parametrize(("shape", "elements"), [((2, 8, 4, 4, 2), 255), ((1, 1025, 1, 2, 1), 2**30)])
+def test_what_the_kernel_cannot_take_is_computed_by_the_reference(monkeypatch, shape, elements):
+    """More elements than offsets reach, and groups that do not fit into registers."""
+    monkeypatch.setattr(triton_impl, "channel_statistics", None)
+    monkeypatch.setattr(triton_impl, "_MAX_ELEMENTS", elements)
+    check_norm(triton_impl.group_norm_silu, norm_case(shape, torch.float32, "cpu", addend=True))

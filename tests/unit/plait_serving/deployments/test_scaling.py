@@ -14,8 +14,7 @@ from ray.serve.config import AutoscalingConfig
 from plait.config import ServedConfig
 from plait.tuning.measure.cost import reserved
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_serving.deployments.scaling import PRESSURE, autoscaling
-from plait_serving.diffusion.queue.pressure import busy_share
+from plait_serving.deployments.scaling import PRESSURE, autoscaling, busy_share, engine_pressure
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import HnSection, RankingSection, RankModelSection
 from plait_serving.sections import Replicas
@@ -48,6 +47,18 @@ def test_a_controlnet_is_as_busy_as_its_compute_thread() -> None:
     """Its pressure is that thread's share of the time between two readings."""
     assert busy_share({"busy_s": 2.0}, {"busy_s": 5.0}, 4.0) == 0.75
     assert busy_share({"busy_s": 2.0}, {"busy_s": 2.0}, 4.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "queued_s", "pressure"),
+    [(0.0, 0.0, 0.0), (5.0, 0.0, 0.5), (10.0, 3.0, 1.0), (0.0, 5.0, 0.5), (2.0, 15.0, 1.5), (10.0, 900.0, 2.0)],
+    ids=["idle", "half busy", "busy", "while a model loads", "more waits than it does", "a backlog"],
+)
+def test_the_pressure_is_what_computes_or_what_waits(compute_s, queued_s, pressure):
+    """Whichever is more, over ten seconds; bounded, since a backlog does not say how many replicas are missing."""
+    before = {"compute_s": 7.0, "queued_s": 0.0}
+    after = {"compute_s": 7.0 + compute_s, "queued_s": queued_s}
+    assert engine_pressure(before, after, 10.0) == pytest.approx(pressure)
 
 
 def test_serve_follows_the_pressure_of_its_replicas() -> None:

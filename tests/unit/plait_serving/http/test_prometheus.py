@@ -18,8 +18,7 @@ from fakes.ranking import fake_rankers
 from plait_serving.cores import HostCores
 from plait_serving.deployments.images.counted import counted
 from plait_serving.diffusion.errors import DeadlineMissed, EngineStopped, NumericalError, Overloaded
-from plait_serving.diffusion.queue.usage import TenantUsage
-from plait_serving.diffusion.request_registry import EngineStatistics
+from plait_serving.diffusion.request_registry import EngineStatistics, TenantUsage
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService

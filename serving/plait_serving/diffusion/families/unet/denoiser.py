@@ -164,7 +164,7 @@ class UNetDenoiser:
         fused = self._fuses()
         with control_answers(calls, rows.sample, layout, exact=compiled is None and not fused) as answers:
             half, decode = self._encode(calls, rows, layout, compiled)
-            errors = [_apply(half, layout, k, parts, fused=fused) for k, parts in enumerate(answers())]
+            errors = [_apply(half, layout, k, parts) for k, parts in enumerate(answers())]
         with self._threads(compiled):
             return guided_outputs(
                 decode(),
@@ -216,7 +216,7 @@ class UNetDenoiser:
 
 
 def _apply(
-    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError], *, fused: bool
+    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError]
 ) -> EngineError | None:
     """Add what request k's ControlNets answered to its rows; return the first error if there is one."""
     found: list[Residuals] = []
@@ -226,8 +226,6 @@ def _apply(
         if not half.fits(part, layout.counts[k] * layout.branches[k]):
             return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
         found.append(part)
-    if found and fused:
-        half.add_all(layout.rows(k), found)
-    elif found:
+    if found:
         half.add(layout.rows(k), functools.reduce(summed, found))  # in diffusers' order: they are summed first
     return None

@@ -76,13 +76,7 @@ def _normalised(
     norm: nn.GroupNorm, x: torch.Tensor, *, addend: torch.Tensor | None = None, silu: bool = True
 ) -> torch.Tensor:
     """Return `silu(norm(x + addend))` for `x (R, C, h, w)` and `addend (R, C)`."""
-    op: GroupNormSiluOp = load(
-        "group_norm_silu",
-        x.device.type,
-        x.dtype,
-        elements=x.numel(),
-        group_channels=norm.num_channels // norm.num_groups,
-    )
+    op: GroupNormSiluOp = load("group_norm_silu", x.device.type, x.dtype)
     return op(x, norm.num_groups, norm.weight, norm.bias, norm.eps, addend=addend, silu=silu)
 
 

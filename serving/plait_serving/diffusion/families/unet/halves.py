@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from plait_kernels.registry import load
-from plait_kernels.residual_add import ResidualAddOp
 from plait_serving.diffusion.protocols import Residuals
 
 
@@ -29,22 +27,12 @@ class EncoderOutput:
 
     def add(self, rows: Sequence[slice], residuals: Residuals) -> None:
         """Add one request's residuals to its rows, in place; `rows` are in the residuals' order."""
-        for target, residual in zip((*self.skips, self.sample), (*residuals.down, residuals.mid), strict=True):
-            done = 0
-            for part in rows:
-                count = part.stop - part.start
-                target[part] += residual[done : done + count]
-                done += count
-
-    def add_all(self, rows: Sequence[slice], parts: Sequence[Residuals]) -> None:
-        """Add several ControlNets' residuals to a request's rows like `add`, in one pass over every skip."""
-        op: ResidualAddOp = load("residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts))
-        for target, *residuals in zip((*self.skips, self.sample), *((*p.down, p.mid) for p in parts), strict=True):
-            done = 0
-            for part in _adjacent(rows):
-                here = slice(done, done + part.stop - part.start)
-                op(target[part], [residual[here] for residual in residuals])
-                done = here.stop
+        done = 0
+        for part in _adjacent(rows):
+            here = slice(done, done + part.stop - part.start)
+            targets = [target[part] for target in (*self.skips, self.sample)]
+            torch._foreach_add_(targets, [residual[here] for residual in (*residuals.down, residuals.mid)])
+            done = here.stop
 
     def fits(self, residuals: Residuals, count: int) -> bool:
         """Return whether `residuals` are `count` rows of the shapes that `add` needs."""
@@ -54,7 +42,8 @@ class EncoderOutput:
 
 def summed(one: Residuals, other: Residuals) -> Residuals:
     """Return the sum of two ControlNets' residuals."""
-    return Residuals(down=tuple(a + b for a, b in zip(one.down, other.down, strict=True)), mid=one.mid + other.mid)
+    *down, mid = torch._foreach_add([*one.down, one.mid], [*other.down, other.mid])
+    return Residuals(down=tuple(down), mid=mid)
 
 
 def _adjacent(rows: Sequence[slice]) -> list[slice]:

@@ -117,7 +117,7 @@ async def test_serve_replica_cancels_the_request_of_a_closed_stream():
     assert await anext(events) == Accepted()
     await anext(events)
     await events.aclose()
-    assert hosted.service.cancelled == ["r"]
+    assert hosted.cancelled == ["r"]
     await replica.drain(0)
 
 

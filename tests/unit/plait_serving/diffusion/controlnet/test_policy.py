@@ -36,7 +36,7 @@ def _constants(floats: int) -> Constants:
 
 def test_least_recently_used_sessions_go_first_and_the_newest_stays() -> None:
     """Over the budget the oldest use goes; one session larger than the budget is still held, until others come."""
-    table = SessionTable(capacity_bytes=5_000, idle_s=10, clock=Clock())
+    table = SessionTable(capacity_bytes=5_000)
     for number in range(3):
         table.put(0, number, _constants(1))
     table.get(0, 0)
@@ -47,19 +47,6 @@ def test_least_recently_used_sessions_go_first_and_the_newest_stays() -> None:
     table.put(0, 4, ModelError("small"))
     table.put(0, 5, ModelError("small"))
     assert len(table) == 2
-
-
-def test_idle_sessions_are_forgotten() -> None:
-    """What nobody used for the idle time goes; what was used stays."""
-    clock = Clock()
-    table = SessionTable(capacity_bytes=1 << 20, idle_s=10, clock=clock)
-    table.put(0, 0, _constants(1))
-    table.put(0, 1, _constants(1))
-    clock.now_s += 8.0
-    table.get(0, 0)
-    clock.now_s += 2.0
-    table.forget_idle()
-    assert (table.get(0, 1), len(table)) == (None, 1)
 
 
 # ---- placement ------------------------------------------------------------------------------------------------------
