@@ -242,8 +242,8 @@ def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> P
     source = "the configuration"
     folder = Path.cwd()
     if path is not None:
+        data = _read(path)  # first: links that lead in a circle have no folder
         source, folder = str(path), path.resolve().parent
-        data = _read(path)
     for override in overrides:
         _override(data, override)
     return parse_config(data, source=source, folder=folder)

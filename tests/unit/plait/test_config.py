@@ -98,6 +98,14 @@ def test_config_refusal_names_the_path(tmp_path, text, problem):
     assert str(tmp_path / "plait.yaml") in str(caught.value)
 
 
+def test_a_configuration_that_is_a_link_to_itself_is_one_sentence(tmp_path):
+    """The kernel's words."""
+    path = tmp_path / "plait.yaml"
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match=r"plait\.yaml: Too many levels of symbolic links"):
+        load_config(path)
+
+
 def test_config_names_what_lies_in_folders_by_its_own_name(tmp_path):
     """A LoRA or a model of any script, also as macOS spells it; a model is named by its own folder or file."""
     text = (
