@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from plait.config import PlaitConfig, dump_config, load_config, parse_config
-from plait.deployments import deployments, finishing, logical_cpus
-from plait.errors import ConfigError
+from plait.deployments import check_cpus, deployments, finishing, logical_cpus
+from plait.errors import ConfigError, PlaitError
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.images.config import STARTER_FOLDER, AliasSection, ControlNetSection, DefaultsSection
 from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection, WholeSection
@@ -193,6 +193,15 @@ def test_config_cpus_cover_every_replica():
     budgets = load_config(overrides=["images.num_cpus=6.5", "images.replicas=2"])
     assert logical_cpus(budgets) - logical_cpus(load_config()) in (12, 13)  # rounded up to whole ones
     assert logical_cpus(PlaitConfig(images=None, recommend=RankingSection(models=models))) == 2
+
+
+def test_a_ray_without_room_for_the_replicas_is_refused():
+    """They would wait for ten minutes; those that may come later count for nothing, nor does a Ray of others."""
+    few = ["ray.num_cpus=1", "recommend=null", "images.controlnets={}"]
+    check_cpus(load_config(overrides=[*few, "images.replicas={min: 1, max: 9}"]))
+    check_cpus(load_config(overrides=["ray.num_cpus=1", "images.num_cpus=2", "ray.address=auto"]))
+    with pytest.raises(PlaitError, match=r"^ray\.num_cpus: 1 is too few for the replicas, which reserve 2\.1$"):
+        check_cpus(load_config(overrides=[*few, "images.num_cpus=2"]))
 
 
 def test_config_of_one_workload_leaves_the_other_out():
