@@ -6,6 +6,7 @@ and Ray. Each command module has a `typer.Typer` called `app`.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -29,19 +30,43 @@ COMMANDS = {
     "completion": "print what completes commands in a shell",
 }
 
+_STDERR = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code (the console script exits with it)."""
+    _open_streams()
     try:
         code = _told(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read our output has had enough. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_output()  # whoever read it has had enough
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        if error.filename is None:
+            _drop_output()
+        print(f"plait: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _open_streams() -> None:
+    """Have what a command was started without (`>&-`) lead nowhere: else the next file that it opens is its output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(_STDERR, "w", closefd=False)
+
+
+def _drop_output() -> None:
+    """Lead stdout nowhere: Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _told(arguments: list[str]) -> int:
