@@ -332,8 +332,8 @@ def spare_cpus(rows: Sequence[Deployment]) -> int:
 
 
 def check_cpus(config: PlaitConfig) -> None:
-    """Raise `PlaitError` if a local Ray is to have fewer logical CPUs than replicas reserve at the start: they would wait
-    for room until `server.ready_timeout_s` is over."""
+    """Raise `PlaitError` if a local Ray is to have fewer logical CPUs than replicas reserve at the start: they would
+    wait for room until `server.ready_timeout_s` is over."""
     there, needed = config.ray.num_cpus, sum(row.min_replicas * row.num_cpus for row in deployments(config))
     if config.ray.is_local and there is not None and round(needed, 3) > there:
         raise PlaitError(f"ray.num_cpus: {there} is too few for the replicas, which reserve {needed:.4g}")
