@@ -11,7 +11,9 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 COMMANDS = {
@@ -101,8 +103,9 @@ def _run(name: str, arguments: list[str]) -> int:
     from plait_serving.diffusion.errors import EngineError
 
     try:
-        module = importlib.import_module(f"plait.cli.{name}")
-        code = module.app(args=arguments, prog_name=f"plait {name}", standalone_mode=False)
+        with _ends_in_order():
+            module = importlib.import_module(f"plait.cli.{name}")
+            code = module.app(args=arguments, prog_name=f"plait {name}", standalone_mode=False)
         return code if isinstance(code, int) else EXIT_OK
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -122,6 +125,21 @@ def _run(name: str, arguments: list[str]) -> int:
             error.message = plain(error.message)
         cast("Any", error).show()  # all that a command line raises have it
         return error.exit_code
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Have SIGTERM end the block as Ctrl-C does: what is half-written is removed, gigabytes of weights among it. A
+    command may have a handler of its own, which stays."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _help() -> str:

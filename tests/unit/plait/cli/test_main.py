@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -102,6 +104,27 @@ def test_cli_version_is_one_line(capsys):
     """--version prints the name and the version."""
     assert root.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("plait ")
+
+
+def test_cli_a_command_that_is_to_end_ends_as_by_ctrl_c(monkeypatch, capsys):
+    """SIGTERM: what it would remove then is removed, and what the process does at the next one is as before."""
+    removed = []
+
+    def app(**_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            removed.append(True)
+
+    monkeypatch.setitem(sys.modules, "plait.cli.serve", types.SimpleNamespace(app=app))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert (root.main(["serve"]), removed) == (130, [True])
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "plait: interrupted\n"
 
 
 @pytest.mark.parametrize(
