@@ -38,6 +38,14 @@ def problems(path):
     return [it for it in models.check_models(load_config(path)) if it.verdict is not CheckStatus.OK]
 
 
+def test_a_configuration_that_is_damaged_is_told(config):
+    """As the server that leaves such a model out says it."""
+    path = config.parent / "base" / "unet" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "down_block_types": 5}))
+    (problem,) = problems(config)
+    assert f"{path.parents[1]}: its configuration is damaged: TypeError(" in problem.detail
+
+
 def test_a_model_that_was_copied_without_what_its_links_lead_to_is_told(config):
     """As `cp -r` does it with a folder in the hub's cache; `ls` shows the file."""
     index = config.parent / "base" / "model_index.json"
