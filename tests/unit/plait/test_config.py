@@ -195,6 +195,17 @@ def test_config_cpus_cover_every_replica():
     assert logical_cpus(PlaitConfig(images=None, recommend=RankingSection(models=models))) == 2
 
 
+def test_a_setting_reaches_names_with_dots(tmp_path):
+    """Those that the file has; of two that would do the longer one. A path that is not there is one key a dot."""
+    path = write(tmp_path, "recommend: {models: {v1: {folder: a}, v1.5: {folder: b, cn: {replicas: 2}}}}")
+    changed = ["recommend.models.v1.5.cn.knobs.threads=3", "recommend.models.v1.cn.replicas=4", "server.port=1"]
+    config = load_config(path, overrides=changed)
+    first, second = config.ranking_models["v1"].cn, config.ranking_models["v1.5"].cn
+    assert (first.replicas, second.replicas, second.knobs.threads, config.server.port) == (4, 2, 3, 1)
+    with pytest.raises(ConfigError, match=r"recommend\.models\.v2\.5: unknown key"):
+        load_config(path, overrides=["recommend.models.v2.5.cn.replicas=1"])
+
+
 def test_a_ray_without_room_for_the_replicas_is_refused():
     """They would wait for ten minutes; those that may come later count for nothing, nor does a Ray of others."""
     few = ["ray.num_cpus=1", "recommend=null", "images.controlnets={}"]

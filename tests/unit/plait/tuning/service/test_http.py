@@ -268,6 +268,8 @@ def test_a_bad_job_is_refused_with_a_sentence(client, text, says):
                 "images.knobs.threads.x/../y": 1,
                 "recommend.models": {"x": {"folder": "/etc"}},
                 "recommend.models.x.folder": "/etc",
+                "recommend.models.x.cn.folder": "/etc",
+                "recommend.models.x.cn.y": {"folder": "/etc"},
                 "tuning.enabled": True,
                 "tuning.folder": "/etc",
             }.items()
