@@ -75,7 +75,7 @@ def test_the_port_is_that_of_the_file(tmp_path, capsys):
     [
         ("192.0.2.1", "local", "warn", "cannot listen on 192.0.2.1:0: "),
         ("192.0.2.1", "ray://elsewhere:10001", "ok", "0 is free on 127.0.0.1"),
-        ("0.0.0.0", "local", "ok", "0 is free on 0.0.0.0"),  # noqa: S104
+        ("0.0.0.0", "local", "ok", "0 is free on 0.0.0.0"),
     ],
 )
 @pytest.mark.usefixtures("doctor")
