@@ -20,7 +20,7 @@ from plait.deployments import Deployment
 from plait.errors import ServeError
 from plait.gpu_shares import running_cluster
 from plait.server.attach import connect
-from plait.server.environment import patient_start, prepare_environment, prepare_proxies
+from plait.server.environment import own_signals, patient_start, prepare_environment, prepare_proxies
 from plait.server.ports import WILDCARDS, url_of
 from plait_deploy.placement.state import ClusterState
 from plait_serving.deployments import ray_internals
@@ -84,15 +84,24 @@ class Cluster:
         self._may_surge = False
 
     @classmethod
-    def start_local(cls, config: PlaitConfig, *, port: int, num_cpus: int, folder: Path, token_path: Path) -> Cluster:
+    def start_local(
+        cls,
+        config: PlaitConfig,
+        *,
+        port: int,
+        num_cpus: int,
+        folder: Path,
+        token_path: Path,
+        signals: Callable[[], None] | None = None,
+    ) -> Cluster:
         """Start our own Ray, listening on the loopback interface only, with its files in `folder`, which is created;
-        and Serve's HTTP proxy on `port`. Raises `ServeError`."""
+        and Serve's HTTP proxy on `port`. `signals`: see `own_signals`. Raises `ServeError`."""
         prepare_environment(token_path)
         prepare_proxies(config)
         folder.mkdir(mode=0o700)
         import ray
 
-        with patient_start(config.server.ready_timeout_s):
+        with patient_start(config.server.ready_timeout_s), own_signals(signals):
             ray.init(
                 address="local",
                 num_cpus=config.ray.num_cpus or num_cpus,
@@ -109,13 +118,14 @@ class Cluster:
         return cls(local=True, started_serve=True, host=config.server.host, port=port)
 
     @classmethod
-    def attach(cls, config: PlaitConfig, *, port: int) -> Cluster:
-        """Attach to a running Ray. A Serve instance that already runs there keeps its own HTTP address. Raises
-        `ServeError`."""
+    def attach(cls, config: PlaitConfig, *, port: int, signals: Callable[[], None] | None = None) -> Cluster:
+        """Attach to a running Ray. A Serve instance that already runs there keeps its own HTTP address. `signals`: see
+        `own_signals`. Raises `ServeError`."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         from ray import serve
 
-        connect(config.ray.address)
+        with own_signals(signals):
+            connect(config.ray.address)
         existing = bool(serve.status().proxies)
         http = ray_internals.serve_http_config() if existing else None
         host = config.server.host if http is None else http.host or config.server.host

@@ -49,7 +49,7 @@ class StopSignals:
         self.interrupts = True
 
     def install(self) -> None:
-        """Install the handlers (repeatedly: Ray replaces SIGTERM's when it starts and when it ends). A SIGHUP that is
+        """Install the handlers (repeatedly: Ray replaces SIGTERM's when it connects and when it ends). A SIGHUP that is
         ignored stays so: `nohup` means that the server is to outlive its terminal."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
@@ -183,16 +183,16 @@ class _Run:
         if folder is not None:
             self._warn(self._config.server)
         self._state.write(RunRecord(run_id=self._run_id, url=url, address=ray.address, ray_folder=own))
+        signals = self._signals.install
         if folder is not None:
             self._watcher = end_with_us(self._state.folder / "run.json")
             token = self._state.token_path()
             self._cluster = Cluster.start_local(
-                self._config, port=self._port, num_cpus=num_cpus, folder=folder, token_path=token
+                self._config, port=self._port, num_cpus=num_cpus, folder=folder, token_path=token, signals=signals
             )
             self._state.note(gcs_address=self._cluster.gcs_address)
         else:
-            self._cluster = Cluster.attach(self._config, port=self._port)
-        self._signals.install()
+            self._cluster = Cluster.attach(self._config, port=self._port, signals=signals)
         self._note_processes()
         self._cluster.claim(APP)
         self._config = with_gpus(self._config, nodes := self._cluster.nodes())

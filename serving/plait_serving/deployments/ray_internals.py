@@ -129,3 +129,10 @@ def head_node() -> type:
     from ray._private.node import Node
 
     return Node  # type: ignore[no-any-return]
+
+
+def signal_utils() -> Any:
+    """Return the module with the function that `ray.init` replaces the handler of SIGTERM with."""
+    from ray._private import utils
+
+    return utils
