@@ -77,6 +77,7 @@ def test_a_file_without_a_version_is_of_the_first(tmp_path):
         ("images: {limits: {sizes: [512x]}}", "must be a size or two of them, the smaller first"),
         ("images: {limits: {sizes: [64x64-32x128]}}", "must be a size or two of them, the smaller first"),
         ("images: {limits: {sizes: ['0x64']}}", "must be a size or two of them, the smaller first"),
+        ("images: {num_gpus: .inf}", "images.num_gpus: must be a finite number"),
         ("images: {results: {folder: a, response_format: file}}", "images.results.response_format: "),
         ("images: {loras: {folder: a, store: {url: 's3://b', entries: {}, cache_folder: c}}}", "not both"),
         ("images: {loras: {store: {url: b, entries: {}, cache_folder: c}}}", "needs a scheme"),
