@@ -17,7 +17,7 @@ from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server import processes
 from plait.server.ports import free_port
-from plait_serving.deployments.ray_internals import head_node, node_services, signal_utils
+from plait_serving.deployments.ray_internals import head_node, node_services, raylet_module, signal_utils
 
 _NODE_POLL_S = 0.1
 _LEFT_OUT = ("start_monitor", "start_log_monitor")
@@ -88,14 +88,21 @@ def own_signals(install: Callable[[], None] | None) -> Iterator[None]:
     """Keep our handler of SIGTERM while this process connects to Ray, and `install` it again then, if that is given.
 
     Ray's handler raises SystemExit, past what stops an unfinished start. That of its C++ part, which replaces ours
-    (Ray 2.60), aborts the process.
+    (Ray 2.60), aborts the process; it comes with the core worker.
     """
     if install is None:
         yield
         return
-    with _replaced(signal_utils(), set_sigterm_handler=lambda _: None):
+    module = raylet_module()
+    core_worker = module.CoreWorker
+
+    def connected(*arguments: Any, **named: Any) -> Any:
+        made = core_worker(*arguments, **named)
+        install()
+        return made
+
+    with _replaced(signal_utils(), set_sigterm_handler=lambda _: None), _replaced(module, CoreWorker=connected):
         yield
-    install()
 
 
 @contextmanager

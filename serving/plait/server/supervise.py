@@ -146,6 +146,7 @@ class _Run:
             if failure is None:
                 _log.info("interrupted", exc_info=error)
         self._signals.interrupts = False
+        self._signals.install()  # an interrupt may have come while Ray's were: its end would abort us
         left = self._stop(keep_logs=failure is not None)
         if failure is not None:
             _log.error("plait serve failed", exc_info=failure)

@@ -136,3 +136,10 @@ def signal_utils() -> Any:
     from ray._private import utils
 
     return utils
+
+
+def raylet_module() -> Any:
+    """Return the module with the class of a process's core worker, which `ray.init` makes last."""
+    from ray import _raylet
+
+    return _raylet

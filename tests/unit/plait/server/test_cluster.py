@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray import exceptions, serve
+from ray import _raylet, exceptions, serve
 from ray._private import utils
 from ray.experimental import internal_kv
 from ray.serve._private.build_app import build_app
@@ -79,11 +79,16 @@ def test_a_start_is_stopped_in_our_own_way_as_soon_as_ray_is_connected(
     proxies(monkeypatch, iter(()))
     seen: list[Any] = []
 
+    def core_worker() -> None:  # as its C++ part does
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def init(**_: Any) -> None:
         utils.set_sigterm_handler(signal.SIG_DFL)
         seen.append(signal.getsignal(signal.SIGTERM))
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the C++ part does
+        _raylet.CoreWorker()
+        seen.append(signal.getsignal(signal.SIGTERM))
 
+    monkeypatch.setattr(_raylet, "CoreWorker", core_worker)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(serve, "start", lambda **_: seen.append(signal.getsignal(signal.SIGTERM)))
     before, replaces = signal.signal(signal.SIGTERM, signal.SIG_IGN), utils.set_sigterm_handler
@@ -93,8 +98,8 @@ def test_a_start_is_stopped_in_our_own_way_as_soon_as_ray_is_connected(
         Cluster.start_local(PlaitConfig(), port=8123, num_cpus=1, **paths, signals=ours)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert seen == [signal.SIG_IGN, signal.SIG_IGN]
-    assert utils.set_sigterm_handler is replaces
+    assert seen == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_IGN]
+    assert (utils.set_sigterm_handler, _raylet.CoreWorker) == (replaces, core_worker)
 
 
 def started() -> Cluster:
