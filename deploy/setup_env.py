@@ -50,6 +50,15 @@ def torch_build(pip: list[str], pip_args: list[str]) -> str:
     return "cuda" if needs_cuda and "+cpu" not in metadata["version"] else "cpu"
 
 
+def needs_venv(folder: Path) -> bool:
+    """Return whether there is no virtual environment, or one whose making was interrupted: pip comes last into it."""
+    command = [str(folder / "bin" / "python"), "-m", "pip", "--version"]
+    try:
+        return subprocess.run(command, check=False, capture_output=True).returncode != 0
+    except OSError:
+        return True
+
+
 def announce(build: str) -> None:
     """Print one or two lines about the downloads of the next minutes."""
     if build == "installed":
@@ -76,7 +85,7 @@ def main() -> int:
     if tuple(map(int, version)) < (3, 11):
         print(f"setup: plait needs Python 3.11 or newer, {options.python} is {'.'.join(version)}", file=sys.stderr)
         return 1
-    if not (VENV / "bin" / "python").exists():
+    if needs_venv(VENV):
         subprocess.run([options.python, "-m", "venv", str(VENV)], check=True)
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     pip_args = shlex.split(options.pip_args)

@@ -242,8 +242,8 @@ def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> P
     source = "the configuration"
     folder = Path.cwd()
     if path is not None:
+        data = _read(path)  # first: links that lead in a circle have no folder
         source, folder = str(path), path.resolve().parent
-        data = _read(path)
     for override in overrides:
         _override(data, override)
     return parse_config(data, source=source, folder=folder)
@@ -300,21 +300,28 @@ def setting(path: str, value: Any) -> str:
 
 
 def _override(data: dict[str, Any], text: str) -> None:
-    """Set `a.b.c=value` inside `data`; the value is YAML."""
+    """Set `a.b.c=value` inside `data`; the value is YAML. Of keys with dots those count that are there: names of
+    models and ControlNets may have some."""
     dotted, equals, value = text.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError("--set", [f"{text!r} is not path=value, for example images.knobs.largest_batch=8"])
     place: dict[str, Any] = data
-    for key in keys[:-1]:
+    while (parts := _parts_of_key(place, keys)) < len(keys):
+        key, keys = ".".join(keys[:parts]), keys[parts:]
         inner = place.get(key)
         if not isinstance(inner, dict):
             inner = place[key] = {}
         place = inner
     try:
-        place[keys[-1]] = yaml.safe_load(value)
+        place[".".join(keys)] = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise ConfigError("--set", [f"{dotted}: the value is not YAML"]) from error
+
+
+def _parts_of_key(place: Mapping[str, Any], keys: Sequence[str]) -> int:
+    """Return how many parts the first key of a path has: the most with which it is there, or one."""
+    return next((parts for parts in range(len(keys), 1, -1) if ".".join(keys[:parts]) in place), 1)
 
 
 def _problem(place: Sequence[str], item: Mapping[str, Any]) -> str:

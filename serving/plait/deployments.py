@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from plait.config import ServedConfig, ServerSection
+from plait.config import PlaitConfig, ServedConfig, ServerSection
+from plait.errors import PlaitError
 from plait.targets import call
 from plait_deploy.placement.demands import Reservation
 from plait_serving.cores import capped
@@ -328,6 +329,14 @@ def logical_cpus(config: ServedConfig) -> int:
 def spare_cpus(rows: Sequence[Deployment]) -> int:
     """Return the logical CPUs that Ray must have so that in an update one more replica has room."""
     return math.ceil(max((row.num_cpus for row in rows if row.starts_first), default=0))
+
+
+def check_cpus(config: PlaitConfig) -> None:
+    """Raise `PlaitError` if a local Ray is to have fewer logical CPUs than replicas reserve at the start: they would
+    wait for room until `server.ready_timeout_s` is over."""
+    there, needed = config.ray.num_cpus, sum(row.min_replicas * row.num_cpus for row in deployments(config))
+    if config.ray.is_local and there is not None and round(needed, 3) > there:
+        raise PlaitError(f"ray.num_cpus: {there} is too few for the replicas, which reserve {needed:.4g}")
 
 
 class Effect(StrEnum):

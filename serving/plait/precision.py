@@ -79,4 +79,4 @@ def _bytes_of(base: BaseSource) -> int:
         part = folder / family_row(folder).denoiser
     except ModelError:
         return 0
-    return sum(path.stat().st_size for path in part.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in part.glob("*.safetensors") if path.is_file())  # no link to nowhere

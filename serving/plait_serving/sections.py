@@ -53,7 +53,11 @@ ServedName = Annotated[str, AfterValidator(_served_name)]
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 GpuShare = Annotated[
     float | None,
-    Field(ge=0, description="GPUs of a replica; 0: it runs on the CPU; unset: fitted to those that there are"),
+    Field(
+        ge=0,
+        allow_inf_nan=False,
+        description="GPUs of a replica; 0: it runs on the CPU; unset: fitted to those that there are",
+    ),
 ]
 
 

@@ -166,11 +166,12 @@ def test_a_part_that_was_copied_in_part_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "part.npz"
     whole = path.read_bytes()
     middle = len(whole) // 2
-    for spoilt in (whole[:middle], whole[:100], b"", whole[:middle] + b"\xff" * 64 + whole[middle + 64 :]):
+    for spoilt in (whole[:middle], whole[:100], b"", b"text", whole[:middle] + b"\xff" * 64 + whole[middle + 64 :]):
         path.write_bytes(spoilt)
         done = loadtest("merge", path)
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.stderr
         assert f"{path} is no part of a run" in done.stderr
+        assert "pickle" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,19 @@ def test_a_service_that_ends_or_never_answers_is_a_failed_start(folder: Path) ->
     waits.close()
 
 
+def test_a_service_that_ended_by_itself_takes_nobody_else_along(folder: Path) -> None:
+    """The kernel gives its number to others once it was noticed to have ended."""
+    ends = subject_of(folder, command=[sys.executable, "-c", "pass"])
+    with pytest.raises(RefusedStart):
+        ends.apply({"slots": 4}, limit_s=60.0)
+    with subprocess.Popen(["sleep", "3600"]) as other:
+        ends._process.pid = other.pid
+        assert ends.pids() == {}
+        ends.close()
+        assert other.poll() is None
+        other.kill()
+
+
 def test_what_a_killed_tuner_left_ends_before_the_next_service_starts(folder: Path) -> None:
     """kill -9 of the tuner and its measuring process leaves the service; whoever comes next ends it."""
 

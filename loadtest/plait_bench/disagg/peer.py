@@ -165,7 +165,7 @@ class BenchServer:
 def serving(how: Sequence[Any], content: bytes) -> Iterator[BenchServer]:
     """Start a server process, of a function that announces it and its arguments, and yield it once it has answered
     `content`. Raises `SystemFailed`."""
-    with started(*how) as process, httpx2.Client() as client:
+    with started(*how) as process, httpx2.Client(trust_env=False) as client:
         server = BenchServer(url=f"http://127.0.0.1:{said(process)}", client=client)
         server.ask(content)
         yield server

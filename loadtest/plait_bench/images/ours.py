@@ -88,7 +88,7 @@ class Served(FleetWorker):
         self._prepares = not is_torch and config["images"]["knobs"].get("exact") != "always"
         self._controlnets = frozenset(models.controlnets)
         self._opened = ExitStack()
-        self._client = self._opened.enter_context(httpx2.Client(timeout=_ANSWER_S))
+        self._client = self._opened.enter_context(httpx2.Client(timeout=_ANSWER_S, trust_env=False))
         scratch = self._opened.enter_context(tempfile.TemporaryDirectory(prefix="plait-bench-"))
         file = Path(scratch) / "plait.json"  # JSON is YAML
         file.write_text(json.dumps(config), encoding="utf-8")

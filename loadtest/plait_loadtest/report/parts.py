@@ -7,7 +7,7 @@ import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 from pydantic import ValidationError
@@ -43,11 +43,15 @@ def write(path: Path, session: FinishedRun) -> None:
 def read(path: Path) -> FinishedRun:
     """Return a part that `write` wrote. Raises `ReportError`."""
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            about = json.loads(str(file["about"]))
-            if about["format"] != FORMAT:
-                raise ReportError(f"{path} is of another version")
-            records, echo = file["records"], file["echo"]
+        with path.open("rb") as opened:
+            if not is_zipfile(opened):  # which numpy takes for a pickle, and advises to load
+                raise ValueError("it is no .npz file")
+            opened.seek(0)
+            with np.load(opened, allow_pickle=False) as file:
+                about = json.loads(str(file["about"]))
+                if about["format"] != FORMAT:
+                    raise ReportError(f"{path} is of another version")
+                records, echo = file["records"], file["echo"]
         if records.dtype != RECORD or echo.shape[0] != 2:
             raise ReportError(f"{path} is damaged")
         result = about["result"]

@@ -43,7 +43,7 @@ def doctor(
         *machine.check_files(),
         *machine.check_home(os.environ),
         *machine.check_caches(os.environ),
-        *machine.check_port("127.0.0.1", port),
+        *machine.check_port(loaded.server.host if loaded.ray.is_local else "127.0.0.1", port),
         *sockets.sockets_findings(sockets.ray_listeners(), all_rays=cluster and address is not None),
         *models.check_starter(STARTER_FOLDER),
         *models.check_models(loaded),

@@ -6,11 +6,14 @@ and Ray. Each command module has a `typer.Typer` called `app`.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 COMMANDS = {
@@ -29,19 +32,43 @@ COMMANDS = {
     "completion": "print what completes commands in a shell",
 }
 
+_STDERR = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code (the console script exits with it)."""
+    _open_streams()
     try:
         code = _told(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read our output has had enough. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_output()  # whoever read it has had enough
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        if error.filename is None:
+            _drop_output()
+        print(f"plait: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _open_streams() -> None:
+    """Have what a command was started without (`>&-`) lead nowhere: else the next file that it opens is its output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(_STDERR, "w", closefd=False)
+
+
+def _drop_output() -> None:
+    """Lead stdout nowhere: Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _told(arguments: list[str]) -> int:
@@ -76,8 +103,9 @@ def _run(name: str, arguments: list[str]) -> int:
     from plait_serving.diffusion.errors import EngineError
 
     try:
-        module = importlib.import_module(f"plait.cli.{name}")
-        code = module.app(args=arguments, prog_name=f"plait {name}", standalone_mode=False)
+        with _ends_in_order():
+            module = importlib.import_module(f"plait.cli.{name}")
+            code = module.app(args=arguments, prog_name=f"plait {name}", standalone_mode=False)
         return code if isinstance(code, int) else EXIT_OK
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -97,6 +125,21 @@ def _run(name: str, arguments: list[str]) -> int:
             error.message = plain(error.message)
         cast("Any", error).show()  # all that a command line raises have it
         return error.exit_code
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Have SIGTERM end the block as Ctrl-C does: what is half-written is removed, gigabytes of weights among it. A
+    command may have a handler of its own, which stays."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _help() -> str:

@@ -75,10 +75,11 @@ def check_folders(config: ServedConfig, *, source: str) -> None:
 
 
 def _serve(config: PlaitConfig) -> int:
-    from plait.deployments import deployments, logical_cpus, spare_cpus
+    from plait.deployments import check_cpus, deployments, logical_cpus, spare_cpus
     from plait.precision import with_dtype
     from plait.server import supervise
 
+    check_cpus(config)
     if config.images is not None and config.ray.is_local:
         config = config.model_copy(update={"images": with_dtype(config.images)})
     return supervise.serve(

@@ -60,5 +60,5 @@ def offers_ranking(url: str) -> bool:
     """Return whether the server at `url` serves the starter recommendation model."""
     import httpx2
 
-    listed = httpx2.get(f"{url}/v1/models", timeout=30.0).json()["data"]
+    listed = httpx2.get(f"{url}/v1/models", timeout=30.0, trust_env=False).json()["data"]
     return any(model["id"] == MODEL for model in listed)

@@ -98,10 +98,8 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
     folder = second_model(out)
     say(f"  {folder}  a base model: the starter with {ITS_LORA} in its weights, {time.monotonic() - started_s:.1f} s")
     started_s = time.monotonic()
-    import httpx2
-
     # One client: making one reads the system's certificates, which takes longer than ranking.
-    with own_server(folder) as url, httpx2.Client() as client:
+    with own_server(folder) as url, own_client() as client:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
 
         def image(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -253,6 +251,13 @@ def own_server(second: Path) -> Iterator[str]:
         finally:
             process.kill()
             process.stdout.close()
+
+
+def own_client() -> httpx2.Client:
+    """Return a client of this machine's servers, which no proxy of the environment reaches."""
+    import httpx2
+
+    return httpx2.Client(trust_env=False)
 
 
 def post(client: httpx2.Client, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:

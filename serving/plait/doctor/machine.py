@@ -137,15 +137,16 @@ def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
 
 
 def check_port(host: str, port: int) -> list[CheckResult]:
-    """Check that the port is free, or held by a server that is ready."""
+    """Check that the server could listen there, or that one does which is ready."""
     from plait.server import ports
 
     try:
         ports.check_port(host, port)
     except PlaitError as error:
-        wrong = ports.health(f"http://{host}:{port}", timeout_s=1.0)
+        wrong = ports.health(ports.url_of(host, port), timeout_s=1.0)
         detail = f"{port}: a server answers /health there" if wrong is None else f"{error} (/health: {wrong})"
-        return [warning("port", wrong is None, detail, "wait until it is ready, or take another --port")]
+        advice = "wait until it is ready, or take another --port or server.host"
+        return [warning("port", wrong is None, detail, advice)]
     return [CheckResult(name="port", verdict=CheckStatus.OK, detail=f"{port} is free on {host}")]
 
 

@@ -21,7 +21,7 @@ from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.listing import ADAPTER_FILE, DIFFUSERS_FILE, list_loras
 from plait_serving.diffusion.models.folder import INDEX, FolderOfModels
 from plait_serving.diffusion.sources.file_kinds import read_json, stem_of, why_unread
-from plait_serving.diffusion.sources.names import composed, shown
+from plait_serving.diffusion.sources.names import NOWHERE, composed, shown
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES, find_weights
 from plait_serving.images.config import BaseSource, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import RankModelSection, ShardsSection
@@ -178,8 +178,9 @@ def check_base(base: BaseSource, key: str) -> Iterator[CheckResult]:
         elif (folder / INDEX).exists():
             detail = str(error)
         else:
-            state = f"has no {INDEX}" if any(folder.iterdir()) else "is empty"
-            detail = f"{folder}: no diffusers folder: it {state}"
+            state = f"it has no {INDEX}" if any(folder.iterdir()) else "it is empty"
+            state = f"its {INDEX} is {NOWHERE}" if (folder / INDEX).is_symlink() else state
+            detail = f"{folder}: no diffusers folder: {state}"
         advice = f"name the file: {folder / files[0]}" if files else f"a model's folder has {INDEX} and its parts"
         yield finding("models", False, f"{key}: {detail}", advice)
         return

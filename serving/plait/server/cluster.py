@@ -20,7 +20,8 @@ from plait.deployments import Deployment
 from plait.errors import ServeError
 from plait.gpu_shares import running_cluster
 from plait.server.attach import connect
-from plait.server.environment import patient_start, prepare_environment, prepare_proxies
+from plait.server.environment import own_signals, patient_start, prepare_environment, prepare_proxies
+from plait.server.ports import WILDCARDS, url_of
 from plait_deploy.placement.state import ClusterState
 from plait_serving.deployments import ray_internals
 from plait_serving.imports import importing
@@ -38,9 +39,6 @@ _PROXY_POLL_S = 0.2
 
 _HEAD = "node:__internal_head__"
 """A resource that only Ray's head node has."""
-
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
-"""And how a machine reaches what listens on them itself."""
 
 _STATE_PERIODS_S = (0.05, 1.0)
 _STATE_SHARE = 0.1
@@ -79,22 +77,31 @@ class Cluster:
     def __init__(
         self, *, local: bool, started_serve: bool, host: str, port: int, reached_at: str | None = None
     ) -> None:
-        self.local, self.host, self.url = local, host, _url(reached_at or host, port)
+        self.local, self.host, self.url = local, host, url_of(reached_at or host, port)
         self._started_serve = started_serve
         self._app_name: str | None = None
         self._hand_over: Callable[[], None] = lambda: None
         self._may_surge = False
 
     @classmethod
-    def start_local(cls, config: PlaitConfig, *, port: int, num_cpus: int, folder: Path, token_path: Path) -> Cluster:
+    def start_local(
+        cls,
+        config: PlaitConfig,
+        *,
+        port: int,
+        num_cpus: int,
+        folder: Path,
+        token_path: Path,
+        signals: Callable[[], None] | None = None,
+    ) -> Cluster:
         """Start our own Ray, listening on the loopback interface only, with its files in `folder`, which is created;
-        and Serve's HTTP proxy on `port`. Raises `ServeError`."""
+        and Serve's HTTP proxy on `port`. `signals`: see `own_signals`. Raises `ServeError`."""
         prepare_environment(token_path)
         prepare_proxies(config)
         folder.mkdir(mode=0o700)
         import ray
 
-        with patient_start(config.server.ready_timeout_s):
+        with patient_start(config.server.ready_timeout_s), own_signals(signals):
             ray.init(
                 address="local",
                 num_cpus=config.ray.num_cpus or num_cpus,
@@ -111,13 +118,14 @@ class Cluster:
         return cls(local=True, started_serve=True, host=config.server.host, port=port)
 
     @classmethod
-    def attach(cls, config: PlaitConfig, *, port: int) -> Cluster:
-        """Attach to a running Ray. A Serve instance that already runs there keeps its own HTTP address. Raises
-        `ServeError`."""
+    def attach(cls, config: PlaitConfig, *, port: int, signals: Callable[[], None] | None = None) -> Cluster:
+        """Attach to a running Ray. A Serve instance that already runs there keeps its own HTTP address. `signals`: see
+        `own_signals`. Raises `ServeError`."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         from ray import serve
 
-        connect(config.ray.address)
+        with own_signals(signals):
+            connect(config.ray.address)
         existing = bool(serve.status().proxies)
         http = ray_internals.serve_http_config() if existing else None
         host = config.server.host if http is None else http.host or config.server.host
@@ -327,7 +335,7 @@ def _reached_at(server: ServerSection) -> str | None:
     if server.is_loopback:
         message = f"Serve's HTTP proxy is on {places[0]} and listens on {server.host} there, out of this node's reach"
         raise ServeError(f"{message}: run plait serve on that node, or start Serve with --host 0.0.0.0")
-    return places[0] if server.host in _WILDCARDS else server.host
+    return places[0] if server.host in WILDCARDS else server.host
 
 
 def no_room_for(deployments: Sequence[str]) -> str:
@@ -351,11 +359,6 @@ def _in_thread(
     while thread.is_alive() and time.monotonic() < until_s and not hurry():
         thread.join(0.01)
         meanwhile()
-
-
-def _url(host: str, port: int) -> str:
-    reachable = _WILDCARDS.get(host, host)  # a wildcard cannot be visited
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def _reason(message: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server import processes
 from plait.server.ports import free_port
-from plait_serving.deployments.ray_internals import head_node, node_services
+from plait_serving.deployments.ray_internals import head_node, node_services, raylet_module, signal_utils
 
 _NODE_POLL_S = 0.1
 _LEFT_OUT = ("start_monitor", "start_log_monitor")
@@ -80,6 +80,28 @@ def patient_start(limit_s: float) -> Iterator[None]:
 
     left_out = dict.fromkeys(_LEFT_OUT, lambda _: None)
     with _replaced(services, get_node=get_node, start_raylet=start_raylet), _replaced(head_node(), **left_out):
+        yield
+
+
+@contextmanager
+def own_signals(install: Callable[[], None] | None) -> Iterator[None]:
+    """Keep our handler of SIGTERM while this process connects to Ray, and `install` it again then, if that is given.
+
+    Ray's handler raises SystemExit, past what stops an unfinished start. That of its C++ part, which replaces ours
+    (Ray 2.60), aborts the process; it comes with the core worker.
+    """
+    if install is None:
+        yield
+        return
+    module = raylet_module()
+    core_worker = module.CoreWorker
+
+    def connected(*arguments: Any, **named: Any) -> Any:
+        made = core_worker(*arguments, **named)
+        install()
+        return made
+
+    with _replaced(signal_utils(), set_sigterm_handler=lambda _: None), _replaced(module, CoreWorker=connected):
         yield
 
 

@@ -19,6 +19,9 @@ _QUIET_PORTS = range(20_000, 32_768)
 
 _TRIES = 50
 
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+"""And how a machine reaches what listens on them itself."""
+
 
 def free_port(host: str, *, among: range = _QUIET_PORTS) -> int:
     """Return a port that is free now: one of some tens of `among` below the kernel's ephemeral range, or any. Raises
@@ -91,6 +94,12 @@ def hold_port(host: str, port: int, *, option: str = "server.direct_port") -> so
     """
     with _told(host, port, option):
         return _bound(host, port, shared=True)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL at which this machine reaches what listens there."""
+    reachable = WILDCARDS.get(host, host)  # a wildcard cannot be visited
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def with_port(url: str, port: int) -> str:

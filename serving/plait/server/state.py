@@ -157,13 +157,7 @@ class PortState:
         """Write run.json atomically; do nothing if nothing changed. Raises OSError; what was written before stays."""
         if record == self.record:
             return
-        temporary = self.folder / "run.json.new"
-        try:
-            temporary.write_text(record.to_json())
-            temporary.replace(self.folder / "run.json")
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        _replace(self.folder / "run.json", record.to_json())
         self.record = record
 
     def note(self, **changes: Any) -> None:
@@ -201,10 +195,20 @@ class Keeping:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Store the configuration that the run of a port's folder serves, for tools that change its knobs meanwhile."""
-    path = folder / "config.yaml"
-    path.write_text(text)
-    path.chmod(0o600)
+    """Store the configuration that the run of a port's folder serves, for tools that change its knobs meanwhile.
+    Raises OSError; what was written before stays."""
+    _replace(folder / "config.yaml", text)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        temporary.write_text(text)
+        temporary.chmod(0o600)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_record(folder: Path) -> RunRecord | None:

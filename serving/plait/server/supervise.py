@@ -41,7 +41,7 @@ class _Interrupted(BaseException):
     """A stop signal that arrived while the command was starting."""
 
 
-class _Signals:
+class StopSignals:
     """A counter of SIGTERM, SIGINT and SIGHUP. During startup they interrupt; afterwards the loops check the count."""
 
     def __init__(self) -> None:
@@ -49,9 +49,11 @@ class _Signals:
         self.interrupts = True
 
     def install(self) -> None:
-        """Install the handlers (repeatedly: Ray replaces SIGTERM's when it starts and when it ends)."""
+        """Install the handlers (repeatedly: Ray replaces SIGTERM's when it connects and when it ends). A SIGHUP that is
+        ignored stays so: `nohup` means that the server is to outlive its terminal."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, self._on_signal)
+            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002  # the signature is given
         self.count += 1
@@ -113,7 +115,7 @@ class _Run:
         self._port, self._compose = port, compose
         self._keep = Keeping(state.folder, console.progress)
         self._rows: Sequence[Deployment] = ()
-        self._signals = _Signals()
+        self._signals = StopSignals()
         self._run_id = secrets.token_hex(8)
         self._ray_folder = scratch_root() / f"r-{self._run_id[:8]}" if config.ray.is_local else None
         self._cluster: Cluster | None = None
@@ -144,6 +146,7 @@ class _Run:
             if failure is None:
                 _log.info("interrupted", exc_info=error)
         self._signals.interrupts = False
+        self._signals.install()  # an interrupt may have come while Ray's were: its end would abort us
         left = self._stop(keep_logs=failure is not None)
         if failure is not None:
             _log.error("plait serve failed", exc_info=failure)
@@ -181,16 +184,16 @@ class _Run:
         if folder is not None:
             self._warn(self._config.server)
         self._state.write(RunRecord(run_id=self._run_id, url=url, address=ray.address, ray_folder=own))
+        signals = self._signals.install
         if folder is not None:
             self._watcher = end_with_us(self._state.folder / "run.json")
             token = self._state.token_path()
             self._cluster = Cluster.start_local(
-                self._config, port=self._port, num_cpus=num_cpus, folder=folder, token_path=token
+                self._config, port=self._port, num_cpus=num_cpus, folder=folder, token_path=token, signals=signals
             )
             self._state.note(gcs_address=self._cluster.gcs_address)
         else:
-            self._cluster = Cluster.attach(self._config, port=self._port)
-        self._signals.install()
+            self._cluster = Cluster.attach(self._config, port=self._port, signals=signals)
         self._note_processes()
         self._cluster.claim(APP)
         self._config = with_gpus(self._config, nodes := self._cluster.nodes())

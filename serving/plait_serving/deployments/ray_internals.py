@@ -129,3 +129,17 @@ def head_node() -> type:
     from ray._private.node import Node
 
     return Node  # type: ignore[no-any-return]
+
+
+def signal_utils() -> Any:
+    """Return the module with the function that `ray.init` replaces the handler of SIGTERM with."""
+    from ray._private import utils
+
+    return utils
+
+
+def raylet_module() -> Any:
+    """Return the module with the class of a process's core worker, which `ray.init` makes last."""
+    from ray import _raylet
+
+    return _raylet

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -146,7 +147,17 @@ def check_model(settings: EngineSettings) -> None:
 
         conversion(path, settings.config)
         return
-    open_family(path, settings, Host(knobs=lambda: settings.knobs, encoders=SharedEncoders()))
+    with _told(path):
+        open_family(path, settings, Host(knobs=lambda: settings.knobs, encoders=SharedEncoders()))
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Raise what a configuration makes of the code that reads it as `ModelError`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ModelError(f"{folder}: its configuration is damaged: {error!r}") from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,10 +179,8 @@ class _Maker:
         """Read a model's folder, without its weights. Raises `ModelError`."""
         cache = settings.prepared_folder.parent
         folder = resolve_source(settings.model, settings.revision, config=settings.config, cache=cache)
-        try:
+        with _told(folder):
             return self._made(name, folder, settings)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            raise ModelError(f"{folder}: its configuration is damaged: {error!r}") from error
 
     def _made(self, name: str, folder: Path, settings: EngineSettings) -> Model:
         family = open_family(folder, settings, self.host)

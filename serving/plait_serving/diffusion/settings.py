@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 
 def cache_folder() -> Path:
-    """Return plait's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait"
+    """Return plait's folder in the user's cache; of a user without a home, one that cannot be made: nothing is kept."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "plait"
+    try:
+        return Path.home() / ".cache" / "plait"
+    except RuntimeError:  # a number that no list of users has, and no HOME
+        return Path("/nonexistent/.cache/plait")
 
 
 def default_prepared_folder() -> Path:

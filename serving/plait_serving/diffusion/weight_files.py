@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.lora.container import TensorInfo, inspect
+from plait_serving.diffusion.sources.names import NOWHERE
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,8 @@ def _files(folder: Path, suffix: str) -> tuple[Path, ...]:
             return (whole,)
         if index.is_file():
             return _shards(index)
+        if whole.is_symlink():
+            raise ModelError(f"{whole}: {NOWHERE}")
         if any(folder.glob(f"{stem}{suffix}-*-of-*.safetensors")):
             raise ModelError(f"{index}: missing, though there are shards")
     raise ModelError(f"{folder}: no weights found that plait can read")

@@ -128,7 +128,11 @@ class ResultStore:
             return
         files, folder = self._files()
         with _reported("list its folder"):
-            entries = files.ls(folder, detail=True)
+            try:
+                entries = files.ls(folder, detail=True)
+            except FileNotFoundError:  # removed since it was opened; of an object store, one without objects
+                files.makedirs(folder, exist_ok=True)
+                entries = []
         nbytes, first_end_s = 0, float("inf")
         for entry in entries:
             match = _NAME.fullmatch(entry["name"].rsplit("/", 1)[-1])

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from plait.config import PlaitConfig, dump_config, load_config, parse_config
-from plait.deployments import deployments, finishing, logical_cpus
-from plait.errors import ConfigError
+from plait.deployments import check_cpus, deployments, finishing, logical_cpus
+from plait.errors import ConfigError, PlaitError
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.images.config import STARTER_FOLDER, AliasSection, ControlNetSection, DefaultsSection
 from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection
@@ -77,6 +77,7 @@ def test_a_file_without_a_version_is_of_the_first(tmp_path):
         ("images: {limits: {sizes: [512x]}}", "must be a size or two of them, the smaller first"),
         ("images: {limits: {sizes: [64x64-32x128]}}", "must be a size or two of them, the smaller first"),
         ("images: {limits: {sizes: ['0x64']}}", "must be a size or two of them, the smaller first"),
+        ("images: {num_gpus: .inf}", "images.num_gpus: must be a finite number"),
         ("images: {results: {folder: a, response_format: file}}", "images.results.response_format: "),
         ("images: {loras: {folder: a, store: {url: 's3://b', entries: {}, cache_folder: c}}}", "not both"),
         ("images: {loras: {store: {url: b, entries: {}, cache_folder: c}}}", "needs a scheme"),
@@ -96,6 +97,14 @@ def test_config_refusal_names_the_path(tmp_path, text, problem):
         load_config(write(tmp_path, text))
     assert problem in str(caught.value)
     assert str(tmp_path / "plait.yaml") in str(caught.value)
+
+
+def test_a_configuration_that_is_a_link_to_itself_is_one_sentence(tmp_path):
+    """The kernel's words."""
+    path = tmp_path / "plait.yaml"
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match=r"plait\.yaml: Too many levels of symbolic links"):
+        load_config(path)
 
 
 def test_config_names_what_lies_in_folders_by_its_own_name(tmp_path):
@@ -185,6 +194,26 @@ def test_config_cpus_cover_every_replica():
     budgets = load_config(overrides=["images.num_cpus=6.5", "images.replicas=2"])
     assert logical_cpus(budgets) - logical_cpus(load_config()) in (12, 13)  # rounded up to whole ones
     assert logical_cpus(PlaitConfig(images=None, recommend=RankingSection(models=models))) == 2
+
+
+def test_a_setting_reaches_names_with_dots(tmp_path):
+    """Those that the file has; of two that would do the longer one. A path that is not there is one key a dot."""
+    path = write(tmp_path, "recommend: {models: {v1: {folder: a}, v1.5: {folder: b, cn: {replicas: 2}}}}")
+    changed = ["recommend.models.v1.5.cn.knobs.threads=3", "recommend.models.v1.cn.replicas=4", "server.port=1"]
+    config = load_config(path, overrides=changed)
+    first, second = config.ranking_models["v1"].cn, config.ranking_models["v1.5"].cn
+    assert (first.replicas, second.replicas, second.knobs.threads, config.server.port) == (4, 2, 3, 1)
+    with pytest.raises(ConfigError, match=r"recommend\.models\.v2\.5: unknown key"):
+        load_config(path, overrides=["recommend.models.v2.5.cn.replicas=1"])
+
+
+def test_a_ray_without_room_for_the_replicas_is_refused():
+    """They would wait for ten minutes; those that may come later count for nothing, nor does a Ray of others."""
+    few = ["ray.num_cpus=1", "recommend=null", "images.controlnets={}"]
+    check_cpus(load_config(overrides=[*few, "images.replicas={min: 1, max: 9}"]))
+    check_cpus(load_config(overrides=["ray.num_cpus=1", "images.num_cpus=2", "ray.address=auto"]))
+    with pytest.raises(PlaitError, match=r"^ray\.num_cpus: 1 is too few for the replicas, which reserve 2\.1$"):
+        check_cpus(load_config(overrides=[*few, "images.num_cpus=2"]))
 
 
 def test_config_of_one_workload_leaves_the_other_out():

@@ -57,6 +57,13 @@ def test_auto_is_bfloat16_where_it_is_native_and_pays(
     assert dtype_of(images, tmp_path / "dev", native=native) == dtype
 
 
+def test_a_link_that_leads_nowhere_stops_nobody(tmp_path: Path) -> None:
+    """The model is left out when it is loaded, with its reason, and others are served."""
+    folder = model_of(tmp_path / "model", GAINS)
+    (folder / "unet" / "diffusion_pytorch_model.fp16.safetensors").symlink_to("../../blobs/1")
+    assert dtype_of(section(folder), tmp_path / "dev") == "bfloat16"
+
+
 def test_a_machine_with_a_gpu_settles_nothing(tmp_path: Path) -> None:
     """The replica sees whether it may use the GPU; by the device's name alone nobody can tell."""
     devices = tmp_path / "dev"

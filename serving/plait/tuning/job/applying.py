@@ -6,14 +6,14 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from plait.config import load_config, parse_config
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait.server.state import state_root
 from plait.tuning.forms import as_argv, as_environment, as_file
 from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
@@ -23,7 +23,8 @@ from plait_autoconfig.values import Value
 
 
 def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str:
-    """Set the knobs in the file and return the diff. Raises `PlaitError` if it cannot; nothing is written then."""
+    """Set the knobs in the file and return the diff. A link keeps leading to the file, which is what is written. Raises
+    `PlaitError` if it cannot; nothing is written then."""
     config = load_config(path)
     check_names(config, knobs)
     before = path.read_text(encoding="utf-8")
@@ -33,10 +34,16 @@ def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str
     if not dry_run and after != before:
         file = path.resolve()  # a link stays one
         temporary = file.with_name(file.name + ".new")
-        temporary.touch(mode=0o600)  # nobody else reads what nobody else read before
-        temporary.write_text(after, encoding="utf-8")
-        temporary.chmod(file.stat().st_mode & 0o777)
-        temporary.replace(file)
+        with told(file=path):
+            try:
+                temporary.touch(mode=0o600)  # nobody else reads what nobody else read before
+                temporary.write_text(after, encoding="utf-8")
+                temporary.chmod(file.stat().st_mode & 0o777)
+                temporary.replace(file)
+            except OSError:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
     return diff(before, after, name=path.name)
 
 

@@ -134,6 +134,8 @@ def job_command(
             file.write(text)
     except FileExistsError as error:
         raise PlaitError(f"{out} is there already; choose another --out") from error
+    except OSError as error:
+        raise PlaitError(f"{out} cannot be written: {error.strerror or error}") from error
     typer.echo(f"{out}: {len(settings['knobs'])} knobs; run it with `plait tune run {out}`")
 
 

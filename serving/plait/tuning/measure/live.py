@@ -110,14 +110,21 @@ class LiveServer(RunningApplication):
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
         """Apply a configuration as `RunningApplication.apply` does; the original is on disk before anything changes."""
         if not self._path.exists():
-            RollbackNote(run_id=self._record.run_id, config=dump_config(self.original)).write(self._path)
+            with told(file=self._path):
+                RollbackNote(run_id=self._record.run_id, config=dump_config(self.original)).write(self._path)
         return super().apply(config, limit_s=limit_s)
 
     def keep(self, config: PlaitConfig) -> None:
-        """Leave the service with this configuration permanently (until its next start, which reads plait.yaml)."""
+        """Leave the service with this configuration permanently (until its next start, which reads plait.yaml). Raises
+        `PlaitError` if it cannot be noted; the service then has its original one again."""
         self.apply(config, limit_s=_ROLL_BACK_S)
+        with told(file=self._folder / "config.yaml"):
+            try:
+                write_config(self._folder, dump_config(config))
+            except OSError:
+                self.restore()
+                raise
         self.original = config
-        write_config(self._folder, dump_config(config))
         self._path.unlink(missing_ok=True)
 
     def restore(self) -> None:

@@ -100,8 +100,9 @@ class ServiceSubject:
         """Return the processes of the command; none of a service that a hook changes."""
         if self._process is None:
             return {}
-        main = {self._process.pid: _MAIN} if self._process.poll() is None else {}
-        return dict.fromkeys((each.pid for each in processes.members(self._run_id, self._process.pid)), _CHILD) | main
+        main = _running(self._process)
+        found = dict.fromkeys((each.pid for each in processes.members(self._run_id, main)), _CHILD)
+        return found if main is None else found | {main: _MAIN}
 
     def apply(self, config: Config, *, limit_s: float) -> Applied:
         """Start the service with this configuration, or have the hook set it, unless it is in force. Raises
@@ -236,11 +237,17 @@ class ServiceSubject:
         process, self._process = self._process, None
         if process is None:
             return ()
-        main = processes.identify(process.pid)
-        found = processes.members(self._run_id, process.pid) | ({main} if main else set())
+        main = _running(process)
+        own = None if main is None else processes.identify(main)
+        found = processes.members(self._run_id, main) | ({own} if own else set())
         left = processes.end(found, grace_s=_STOP_S)
         process.poll()
         return left
 
     def _filled(self, text: str) -> str:
         return text.replace("{port}", str(self._port)).replace("{file}", str(self._written))
+
+
+def _running(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the number of a process that has not ended: that of one which has may be another's by now."""
+    return process.pid if process.poll() is None else None

@@ -47,7 +47,8 @@ class UsageSampler:
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
         self._pids = tuple(pids())
-        self._before_s = sum(map(_cpu_s, self._pids))
+        self._before_s = {pid: _cpu_s(pid) for pid in self._pids}
+        self._cpu_s = dict(self._before_s)
         self._memory_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tune-sampler", daemon=True)
@@ -61,10 +62,10 @@ class UsageSampler:
         self._thread.join()
 
     def used(self) -> ResourceUsage:
-        """Return the use since the block began."""
+        """Return the use since the block began; of a process that has ended, until it was seen last."""
         self._look()
         return ResourceUsage(
-            cpu_s=max(0.0, sum(map(_cpu_s, self._pids)) - self._before_s),
+            cpu_s=sum(self._cpu_s.values()) - sum(self._before_s.values()),
             memory_bytes=self._memory_bytes,
             gpu_memory_bytes=gpu_memory_bytes(self._pids),
         )
@@ -74,6 +75,8 @@ class UsageSampler:
             self._look()
 
     def _look(self) -> None:
+        for pid in self._pids:
+            self._cpu_s[pid] = max(self._cpu_s[pid], _cpu_s(pid))
         self._memory_bytes = max(self._memory_bytes, sum(map(pss_bytes, self._pids)))
 
 

@@ -1,9 +1,9 @@
 """Tuning jobs submitted over HTTP: kept in a folder, run one after the other, across crashes of any process.
 
 One at a time, because two jobs on one machine would disturb each other's measurements. A job is a folder of
-`plait_autoconfig.jobs` with three files of ours: `ticket.json` (its owner; written last, so a folder that has one is
-complete), `cancel` (it was cancelled) and `ended.json` (its outcome). A queue that is opened on the folder resumes
-where the last one died.
+`plait_autoconfig.jobs` with four files of ours: `server.yaml` (what it tunes, to its end, whatever the server is
+changed to meanwhile), `ticket.json` (its owner; written last, so a folder that has one is complete), `cancel` (it was
+cancelled) and `ended.json` (its outcome). A queue that is opened on the folder resumes where the last one died.
 """
 
 from __future__ import annotations
@@ -100,14 +100,15 @@ class TuningJobQueue:
         """
         spec = self._checked(text)
         job_id = f"{spec.name}-{token}"
+        folder = self._settings.folder / job_id
         with self._lock:
-            if (self._settings.folder / job_id / "ticket.json").exists():
+            if (folder / "ticket.json").exists():
                 return self._summary(self._ticket(job_id))
             if len(self._open_tickets()) >= MAX_WAITING:
                 raise JobQueueError("too_many_jobs", f"{MAX_WAITING} jobs are waiting already")
             ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(time.time(), 3))
-            folder = self._settings.folder / job_id
-            JobStore.open_or_create(folder, spec, text)
+            folder.mkdir(exist_ok=True)
+            JobStore.open_or_create(folder, self._ours(spec, folder), text)
             write_json(folder / "ticket.json", ticket)
         return self._summary(ticket)
 
@@ -207,7 +208,7 @@ class TuningJobQueue:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def _checked(self, text: str) -> JobSpec:
-        """Parse and check the job: refuse what an untrusted job may not name, and add our own settings."""
+        """Parse and check the job: refuse what an untrusted job may not name."""
         try:
             check_untrusted(text)
             spec = parse_job(text, folder=self._settings.folder)
@@ -217,7 +218,11 @@ class TuningJobQueue:
         if spec.target.live and not self._settings.live:
             why = "target.live: this server does not allow it (tuning.live)"
             raise JobQueueError("invalid_job", why, "target.live")
-        config = self._settings.folder / "server.yaml"
+        return spec
+
+    def _ours(self, spec: JobSpec, folder: Path) -> JobSpec:
+        """Return the job with our own settings; the server's configuration goes into the job's folder."""
+        config = folder / "server.yaml"
         config.write_text(self._settings.config, encoding="utf-8")
         assert isinstance(spec.target, TuningTarget), "`check_untrusted` lets no other pass"
         target = spec.target.model_copy(update={"config": str(config)})
@@ -236,10 +241,10 @@ class TuningJobQueue:
         return [ticket for ticket in self._tickets() if self._ended(ticket.id) is None]
 
     def _ticket(self, job_id: str) -> _JobRecord:
-        path = self._settings.folder / job_id / "ticket.json"
-        if not _ID.fullmatch(job_id) or not path.is_file():
-            raise JobQueueError("job_not_found", f"there is no tuning job {job_id[:130]!r}")
-        return _TICKET.validate_json(path.read_bytes())
+        if _ID.fullmatch(job_id):
+            with suppress(OSError, ValidationError):  # as in the list of all
+                return _TICKET.validate_json((self._settings.folder / job_id / "ticket.json").read_bytes())
+        raise JobQueueError("job_not_found", f"there is no tuning job {job_id[:130]!r}")
 
     def _ended(self, job_id: str) -> dict[str, Any] | None:
         return read_json(self._settings.folder / job_id / "ended.json")

@@ -85,12 +85,12 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return what `write_json` wrote; None if there is none."""
+    """Return what `write_json` wrote; None if there is none, or what a host that lost power left of it."""
     try:
-        found: dict[str, Any] = from_json(path.read_bytes())
-    except FileNotFoundError:
+        found = from_json(path.read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 def _whose(ticket: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ _DEEPEST = 30
 _HARMLESS = re.compile(
     r"images\.(knobs\.\w+|defaults\.\w+|replicas|num_cpus|num_gpus)"
     r"|images\.controlnets\.[\w-]+\.(replicas|num_cpus|num_gpus|threads)"
-    r"|recommend\.models\.[\w-]+\.(mode|(cn|hn|whole)(\.\w+)+)"
+    r"|recommend\.models\.[\w-]+\.(mode|(cn|hn|whole)(\.(?!folder)\w+)+)"
 )
-"""What `target.settings` may set. Everything else of a configuration names files, models or addresses, or opens one."""
+"""What `target.settings` may set. Everything else of a configuration names files, models or addresses, or opens one. No
+folder either: a model's name may have dots, and be `a.cn`."""
 
 _LEFT_OUT: tuple[tuple[str, Any], ...] = (("images", None), ("recommend", None), ("images.controlnets", {}))
 
@@ -81,6 +82,11 @@ def _named_by(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _check_settings(settings: Any) -> None:
     for path, value in settings.items() if isinstance(settings, Mapping) else ():
-        if not _HARMLESS.fullmatch(str(path)) and (path, value) not in _LEFT_OUT:
+        is_harmless = _HARMLESS.fullmatch(str(path)) is not None and not _names_folder(value)
+        if not is_harmless and (path, value) not in _LEFT_OUT:
             why = f"target.settings: a job sent over HTTP sets knobs, replicas, cores, defaults, not {str(path)[:100]}"
             raise JobQueueError("invalid_job", why, "target.settings")
+
+
+def _names_folder(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("folder" in value or any(map(_names_folder, value.values())))

@@ -85,17 +85,23 @@ def _model(root: Path, file: str) -> FoundModel | str | None:
         if why is not None:
             return why
         if not (folder / INDEX).is_file():
-            return f"no diffusers folder: it has no {INDEX}"
+            is_link = (folder / INDEX).is_symlink()
+            return f"no diffusers folder: {f'its {INDEX} is {NOWHERE}' if is_link else f'it has no {INDEX}'}"
         return FoundModel(folder=folder, stamp=_stamp(folder))
     except (OSError, RuntimeError):
         return NOWHERE if (root / file).is_symlink() else None  # it went away between two looks
 
 
 def _stamp(folder: Path) -> str:
-    """Return what its files are, by name, place, time and size."""
+    """Return what its files are, by name, place, time and size. A link that leads nowhere is a file that is not there,
+    which is told when the model is loaded."""
     marks: list[str] = []
     for path in islice(folder.rglob("*"), _MAX_FILES):
-        stat = path.stat()
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            marks.append(f"{path.name}-nowhere")
+            continue
         if not path.is_dir():
             marks.append(f"{path.name}-{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}")
     return " ".join(sorted(marks))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +53,25 @@ def test_cli_help_names_no_file_of_the_repository(command, capsys):
     assert not re.search(r"\.md|Dockerfile|(serving|deploy|tests|loadtest|autoconfig)/", capsys.readouterr().out)
 
 
+def test_cli_says_in_one_sentence_that_its_output_has_no_room():
+    """A full disk behind a redirection."""
+    command = [sys.executable, "-m", "plait.cli.main", "--version"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "plait: the output: No space left on device\n")
+
+
+def test_cli_without_any_stream_writes_into_no_file_of_its_own(tmp_path):
+    """As some start their services: the first file that is opened would be its stdout."""
+    code = (
+        "import sys; from plait.cli.main import main; code = main(['--version']); file = open('file', 'w');"
+        "print('data', flush=True); sys.exit(code or file.fileno() <= 2)"
+    )
+    run = f"exec {sys.executable} -c {shlex.quote(code)} <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", run], cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert not (tmp_path / "file").read_text()
+
+
 def test_cli_completes_what_bash_asks_for(monkeypatch, capsys):
     """Commands and options, by the script that `plait completion bash` prints; else bash offers files."""
     assert root.main(["completion", "bash"]) == 0
@@ -81,6 +104,27 @@ def test_cli_version_is_one_line(capsys):
     """--version prints the name and the version."""
     assert root.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("plait ")
+
+
+def test_cli_a_command_that_is_to_end_ends_as_by_ctrl_c(monkeypatch, capsys):
+    """SIGTERM: what it would remove then is removed, and what the process does at the next one is as before."""
+    removed = []
+
+    def app(**_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            removed.append(True)
+
+    monkeypatch.setitem(sys.modules, "plait.cli.serve", types.SimpleNamespace(app=app))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert (root.main(["serve"]), removed) == (130, [True])
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "plait: interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,29 @@ def test_cli_tune_best_is_what_apply_shows_and_writes(
     assert not capsys.readouterr().out
 
 
+def test_cli_tune_apply_writes_where_a_link_leads(done: Path, tmp_path: Path) -> None:
+    """As a plait.yaml that lies in a repository has one; the link stays."""
+    real, link = tmp_path / "repository" / "real.yaml", tmp_path / "plait.yaml"
+    real.parent.mkdir()
+    real.write_text(CONFIG)
+    link.symlink_to(real)
+    assert root.main(["tune", "apply", str(done), str(link)]) == 0
+    assert link.is_symlink()
+    assert real.read_text() != CONFIG
+
+
+def test_cli_tune_apply_that_cannot_write_says_so(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence, and the file stays as it is."""
+    config = tmp_path / "plait.yaml"
+    config.write_text(CONFIG)
+    (tmp_path / "plait.yaml.new").mkdir()
+    assert root.main(["tune", "apply", str(done), str(config)]) == 1
+    assert capsys.readouterr().err == f"plait tune: {config}.new: Is a directory\n"
+    assert config.read_text() == CONFIG
+
+
 def test_cli_tune_apply_needs_a_file_and_a_server(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """plait's default configuration cannot be written, and a port without a server cannot be changed."""
     assert root.main(["tune", "apply", str(done)]) == 1

@@ -63,7 +63,7 @@ def test_a_csv_file_becomes_a_library_of_a_job(measured: Path, capsys: pytest.Ca
 
 def test_a_library_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its knobs with the values that were seen, its goal, its most frequent configuration as the reference; with
-    `--only-measured` nothing else is proposed. A file that is there is not overwritten."""
+    `--only-measured` nothing else is proposed. A file that is there is not overwritten, a folder is not made."""
     (measured / "map.yaml").write_text(MAP + "sets: {replicas: cn-picks.replicas, batch: cn-picks.window}\n")
     with (measured / "runs.csv").open("a") as file:
         file.write("2,4,6.1\n")
@@ -83,6 +83,8 @@ def test_a_library_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert plait("job", "past.log", "--scenario", "picks", "--out", "all.yaml") == 1
     assert "all.yaml is there already" in capsys.readouterr().err
+    assert plait("job", "past.log", "--scenario", "picks", "--out", "nowhere/job.yaml") == 1
+    assert "nowhere/job.yaml cannot be written: No such file" in capsys.readouterr().err
     (measured / "target.yaml").write_text("{command: [node,\n")
     assert plait("job", "past.log", "--scenario", "picks", "--target", "target.yaml", "--out", "theirs.yaml") == 1
     assert "target.yaml, line 2: " in capsys.readouterr().err

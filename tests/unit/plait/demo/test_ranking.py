@@ -53,5 +53,5 @@ def test_the_demo_ranks_only_where_the_starter_is(monkeypatch, listed, offered):
         def json():
             return {"data": [{"id": name} for name in listed]}
 
-    monkeypatch.setattr(httpx2, "get", lambda url, timeout: Answer)
+    monkeypatch.setattr(httpx2, "get", lambda url, timeout, trust_env: Answer)
     assert demo_ranking.offers_ranking("http://127.0.0.1:1") is offered

@@ -10,11 +10,16 @@ import threading
 
 import pytest
 from PIL import Image
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from plait.demo import run as demo
+from plait.demo.ranking import offers_ranking
 from plait.errors import ServeError
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 from support import loadtest_records
+from support.app_server import AppServer
 
 
 def png(colour):
@@ -67,6 +72,26 @@ def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
     assert ask.max_at_once == len(demo.TOGETHER) >= 2
     colours = {colour for _, colour in demo.contact_sheet(images).getcolors(maxcolors=1 << 20)}
     assert {Image.open(image.path).getpixel((0, 0)) for image in images} <= colours
+
+
+def test_cli_demo_asks_its_own_server_past_any_proxy(monkeypatch):
+    """Where the environment names one, as in a company's network: it would look for the server on its own machine."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def answer(request):
+        return JSONResponse({"data": [{"id": "picks"}], "method": request.method})
+
+    server = AppServer(Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])]))
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        assert offers_ranking(url)
+        with demo.own_client() as client:
+            assert demo.post(client, f"{url}/v1/recommend", {})["method"] == "POST"
+    finally:
+        server.stop()
 
 
 def test_cli_demo_makes_a_second_model(tmp_path, monkeypatch):

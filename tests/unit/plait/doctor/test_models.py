@@ -38,6 +38,31 @@ def problems(path):
     return [it for it in models.check_models(load_config(path)) if it.verdict is not CheckStatus.OK]
 
 
+def test_a_configuration_that_is_damaged_is_told(config):
+    """As the server that leaves such a model out says it."""
+    path = config.parent / "base" / "unet" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "down_block_types": 5}))
+    (problem,) = problems(config)
+    assert f"{path.parents[1]}: its configuration is damaged: TypeError(" in problem.detail
+
+
+def test_a_model_that_was_copied_without_what_its_links_lead_to_is_told(config):
+    """As `cp -r` does it with a folder in the hub's cache; `ls` shows the file."""
+    index = config.parent / "base" / "model_index.json"
+    index.unlink()
+    index.symlink_to("../../blobs/1")
+    (problem,) = problems(config)
+    assert "its model_index.json is a link that leads nowhere" in problem.detail
+
+
+def test_a_configuration_that_is_nested_without_an_end_is_told(config):
+    """By its file, like any other that is damaged."""
+    index = config.parent / "base" / "model_index.json"
+    index.write_text("[" * 100_000)
+    (problem,) = problems(config)
+    assert f"{index}: not readable: maximum recursion depth" in problem.detail
+
+
 def test_cli_doctor_looks_at_every_lora_that_is_served(config):
     """Also in sub-folders, and with a suffix in capitals; a folder may be called in bytes that are no text, or in a
     terminal's language, which is not printed as it is."""

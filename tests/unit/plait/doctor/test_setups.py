@@ -70,6 +70,23 @@ def test_the_port_is_that_of_the_file(tmp_path, capsys):
             assert (found["verdict"], found["detail"].startswith(detail)) == (verdict, True)
 
 
+@pytest.mark.parametrize(
+    ("host", "ray", "verdict", "detail"),
+    [
+        ("192.0.2.1", "local", "warn", "cannot listen on 192.0.2.1:0: "),
+        ("192.0.2.1", "ray://elsewhere:10001", "ok", "0 is free on 127.0.0.1"),
+        ("0.0.0.0", "local", "ok", "0 is free on 0.0.0.0"),
+    ],
+)
+@pytest.mark.usefixtures("doctor")
+def test_the_host_is_that_of_the_file(tmp_path, capsys, host, ray, verdict, detail):
+    """An address of another machine is told, unless Serve is to listen on that machine."""
+    (tmp_path / "plait.yaml").write_text(f"server: {{host: {host}, port: 0}}\nray: {{address: '{ray}'}}\n")
+    root.main(["doctor", "--json", str(tmp_path / "plait.yaml")])
+    (found,) = [it for it in json.loads(capsys.readouterr().out) if it["name"] == "port"]
+    assert (found["verdict"], found["detail"].startswith(detail)) == (verdict, True)
+
+
 def test_text_shows_the_advice_below_the_finding(doctor, tmp_path, capsys):
     """Without --json: one line a finding, and what to do under it."""
     (tmp_path / "starter" / "a").write_bytes(b"other")

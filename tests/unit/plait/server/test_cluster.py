@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import ray
-from ray import exceptions, serve
+from ray import _raylet, exceptions, serve
+from ray._private import utils
 from ray.experimental import internal_kv
 from ray.serve._private.build_app import build_app
 
@@ -68,6 +69,37 @@ def test_a_proxy_that_never_comes_is_told_with_its_state(tmp_path: Path, monkeyp
     proxies(monkeypatch, iter(lambda: {"node": "STARTING"}, None))
     with pytest.raises(ServeError, match=r"HTTP proxy was not ready after 60 s \(starting\)"):
         start(PlaitConfig(server=ServerSection(ready_timeout_s=60.0)), tmp_path)
+
+
+def test_a_start_is_stopped_in_our_own_way_as_soon_as_ray_is_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while Serve starts, which takes seconds: Ray's handler of SIGTERM would raise SystemExit, and that of its
+    C++ part abort."""
+    proxies(monkeypatch, iter(()))
+    seen: list[Any] = []
+
+    def core_worker() -> None:  # as its C++ part does
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def init(**_: Any) -> None:
+        utils.set_sigterm_handler(signal.SIG_DFL)
+        seen.append(signal.getsignal(signal.SIGTERM))
+        _raylet.CoreWorker()
+        seen.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(_raylet, "CoreWorker", core_worker)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(serve, "start", lambda **_: seen.append(signal.getsignal(signal.SIGTERM)))
+    before, replaces = signal.signal(signal.SIGTERM, signal.SIG_IGN), utils.set_sigterm_handler
+    try:
+        paths = {"folder": tmp_path / "ray", "token_path": tmp_path / "token"}
+        ours = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)  # noqa: E731
+        Cluster.start_local(PlaitConfig(), port=8123, num_cpus=1, **paths, signals=ours)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_IGN]
+    assert (utils.set_sigterm_handler, _raylet.CoreWorker) == (replaces, core_worker)
 
 
 def started() -> Cluster:

@@ -1,11 +1,14 @@
-"""What `plait serve` says."""
+"""What `plait serve` says, and which signals end it."""
 
 from __future__ import annotations
+
+import os
+import signal
 
 import pytest
 
 from plait.config import PlaitConfig
-from plait.server.supervise import warning_lines
+from plait.server.supervise import StopSignals, warning_lines
 
 KEYS = [{"sha256": "0" * 64, "tenant": "acme", "role": "admin"}]
 
@@ -31,3 +34,24 @@ def test_a_server_that_answers_to_any_name_says_what_urls_begin_with(results, se
     """Where it keeps images for URLs, and none is configured."""
     config = PlaitConfig.model_validate({"images": {"results": results}, "server": server})
     assert list(warning_lines(config, config.server)) == ([NAMING] if is_said else [])
+
+
+@pytest.fixture
+def dispositions():
+    """What this process does at the signals that end a server; as it was in the end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("before", "counted"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 1)])
+def test_a_server_under_nohup_outlives_its_terminal(dispositions, before, counted):
+    """A SIGHUP that was ignored when it began still is; any other one ends it."""
+    signal.signal(signal.SIGHUP, before)
+    signals = StopSignals()
+    signals.interrupts = False
+    for _ in range(2):  # as often as Ray may have changed them
+        signals.install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.count == counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -50,6 +51,35 @@ class TestBodies:
         wanted = for_module(INPUTS, collate(INPUTS, [asked.tensors], [candidates]))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+SERVER = """
+import http.server
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+def serve():
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answers)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+"""
+
+
+def test_a_server_of_a_benchmark_is_asked_past_any_proxy(monkeypatch, tmp_path):
+    """It is on this machine, which a proxy of the environment does not reach."""
+    (tmp_path / "bench_server_of_a_test.py").write_text(SERVER)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with peer.serving([importlib.import_module("bench_server_of_a_test").serve], b"x") as server:
+        assert server.ask(b"y").status_code == 200
 
 
 def server(capacity_per_s: float, asked: list[tuple[float, float]]):

@@ -77,6 +77,13 @@ def test_a_missing_shard_is_named(tmp_path, variant):
         find_weights(tmp_path)
 
 
+def test_a_link_that_leads_nowhere_is_told_as_such(tmp_path):
+    """The file seems to be there."""
+    (tmp_path / f"{STEM}.safetensors").symlink_to("../../blobs/1")
+    with pytest.raises(ModelError, match=rf"{STEM}.safetensors: a link that leads nowhere"):
+        find_weights(tmp_path)
+
+
 def test_shards_without_an_index(tmp_path):
     """The index is what is missing then."""
     shards(tmp_path)

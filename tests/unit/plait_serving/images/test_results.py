@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 import fsspec
@@ -105,6 +106,38 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path, clock):
     store.check()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert store.get("notes.txt") is None
+
+
+class Objects(MemoryFileSystem):
+    """A bucket, which has no folders: a name that no object begins with cannot be listed."""
+
+    protocol = "objects"
+
+    def makedirs(self, path, exist_ok=False):
+        """Do nothing, as s3fs and gcsfs do below a bucket."""
+
+
+def test_a_bucket_keeps_images_from_the_first_on(clock):
+    """Nothing is there to be listed before the first image, nor after the last one has ended."""
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    store = store_at("objects://bucket/kept", clock)
+    for _ in range(2):
+        store.check()
+        name = store.put(b"image", PNG)
+        assert store.get(name).body == b"image"
+        clock.now_s += LIFETIME_S + 2
+        store.check()  # which removes it
+        clock.now_s += 11
+
+
+def test_a_folder_that_somebody_removed_is_made_again(tmp_path, clock):
+    """The images are gone, and later ones are kept without a restart."""
+    store = store_at(str(tmp_path / "kept"), clock)
+    store.put(b"image", PNG)
+    shutil.rmtree(tmp_path / "kept")
+    clock.now_s += 11
+    store.check()
+    assert store.get(store.put(b"again", PNG)).body == b"again"
 
 
 class FullDisk(MemoryFileSystem):

@@ -6,6 +6,7 @@ weights, a UNet feature that has no input, a refiner) is a `ModelError` that nam
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -176,10 +177,17 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     """Return the configurations of the pipeline, the UNet and the VAE, checked."""
     index = read_json(folder / "model_index.json")
     _check_pipeline(folder, index)
-    unet, vae = read_json(folder / "unet" / "config.json"), read_json(folder / "vae" / "config.json")
+    unet = _whole(UNet2DConditionModel, read_json(folder / "unet" / "config.json"))
+    vae = _whole(AutoencoderKL, read_json(folder / "vae" / "config.json"))
     check_vae_config(vae, kind_of_config(unet), folder / "vae" / "config.json")
     check_unet_config(unet, vae, folder / "unet" / "config.json")
     return index, unet, vae
+
+
+def _whole(kind: Any, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a part's configuration says, with its class's defaults for what it leaves out, as diffusers does."""
+    declared = inspect.signature(kind.__init__).parameters.values()
+    return {**{each.name: each.default for each in declared if each.default is not each.empty}, **written}
 
 
 def load_controlnet(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:

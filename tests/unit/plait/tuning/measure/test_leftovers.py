@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from fakes.tuned_app import compose
-from plait.config import load_config
+from plait.config import dump_config, load_config
+from plait.errors import PlaitError
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.processes import ProcessId
-from plait.server.state import RunRecord
+from plait.server.state import RunRecord, write_config
 from plait.tuning.measure import live
+from plait.tuning.measure.application import RunningApplication
 from plait.tuning.measure.clone import Clone
-from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path
+from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path, running_config
 
 GONE = ProcessId(pid=2**22 - 1, start_ticks=1)
 
@@ -99,6 +101,27 @@ def test_a_live_server_is_tuned_by_one_at_a_time(root: Path) -> None:
     live_note(processes.identify(1)).write(note_path(root, 8000))
     with pytest.raises(LiveBusy, match="process 1 tunes the server on port 8000 already"):
         LiveServer(compose, root=root, port=8000)
+
+
+def test_a_live_server_whose_new_configuration_cannot_be_noted_gets_its_own_back(root, monkeypatch):
+    """On a full disk: what others read is what runs."""
+    folder, before = root / "port-8000", load_config(overrides=["images.knobs.threads=1"])
+    folder.mkdir(mode=0o700)
+    (folder / "run.json").write_text(RunRecord(run_id="r", url="http://127.0.0.1:8000").to_json())
+    write_config(folder, dump_config(before))
+    applied: list[str] = []
+    monkeypatch.setattr(Cluster, "attach", lambda config, port: SimpleNamespace())
+    monkeypatch.setattr(RunningApplication, "apply", lambda _, to, **__: applied.append(dump_config(to)) or {})
+    live = LiveServer(compose, root=root, port=8000)
+    changed = load_config(overrides=["images.knobs.threads=2"])
+    (folder / "config.yaml.new").symlink_to("/dev/full")
+    with pytest.raises(PlaitError, match=r"config\.yaml: No space left on device"):
+        live.keep(changed)
+    assert applied == [dump_config(changed), dump_config(before)]
+    assert dump_config(running_config(root, 8000)) == dump_config(live.original) == dump_config(before)
+    assert not note_path(root, 8000).exists()
+    live.keep(changed)
+    assert dump_config(running_config(root, 8000)) == dump_config(live.original) == dump_config(changed)
 
 
 def test_the_note_of_a_server_that_is_gone_is_dropped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.tuning.measure import usage
 from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits
 from plait.tuning.measure.load import LoadResult, failure_of
 from plait.tuning.measure.measurer import refused_start
@@ -149,6 +150,18 @@ def test_of_several_scenarios_the_worst_counts() -> None:
     one = {"goodput_per_s": 5.0, "p99_ms": 10.0, "extra": 1.0}
     assert worst_metrics([one, {"goodput_per_s": 4.0, "p99_ms": 8.0}]) == {"goodput_per_s": 4.0, "p99_ms": 10.0}
     assert worst_metrics([]) == {}
+
+
+def test_what_a_process_used_that_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server's worker that makes room for a new one: its seconds of before the load are not taken off."""
+    seconds = {1: 100.0, 2: 5.0}
+    monkeypatch.setattr(usage, "_cpu_s", lambda pid: seconds.get(pid, 0.0))
+    sampler = usage.UsageSampler(lambda: seconds)
+    seconds |= {1: 103.0, 2: 6.0}
+    assert sampler.used().cpu_s == 4.0
+    del seconds[1]
+    seconds[2] = 7.0
+    assert sampler.used().cpu_s == 5.0
 
 
 def test_gpu_memory_is_that_of_our_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

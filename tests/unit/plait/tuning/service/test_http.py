@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from starlette.testclient import TestClient
 from fakes.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in
 from plait.config import ServedConfig, ServerSection, TuningSection
 from plait.tuning.service.http import MAX_JOB_BYTES, tuning_router
-from plait.tuning.service.job_queue import MAX_DEATHS
+from plait.tuning.service.job_queue import MAX_DEATHS, JobQueueSettings
 from plait_autoconfig.jobs.store import JobStore
 from plait_report.page import POLICY
 from plait_serving.deployments.ingress import Ingress
@@ -123,10 +124,20 @@ def test_a_job_is_taken_worked_on_and_told(desk, client):
 def test_a_job_tunes_the_server_that_it_was_sent_to(tmp_path, client):
     """It is stored with the server's configuration as its target and the desk's library to learn from."""
     store = JobStore.open(tmp_path / "jobs" / started(client))
-    path = tmp_path / "jobs" / "server.yaml"
+    path = store.folder / "server.yaml"
     assert store.spec.target.config == str(path)
     assert path.read_text() == CONFIG
     assert store.spec.library == str(tmp_path / "jobs" / "library.journal")
+
+
+def test_a_job_keeps_tuning_what_it_was_sent_to(tmp_path, desk, client):
+    """Measurements of two configurations are not compared: one that is changed is that of the next jobs."""
+    first = started(client)
+    changed = CONFIG.replace("threads: 1", "threads: 2")
+    desk.configure(JobQueueSettings(folder=tmp_path / "jobs", config=changed))
+    second = started(client)
+    targets = [JobStore.open(tmp_path / "jobs" / job_id).spec.target for job_id in (first, second)]
+    assert [Path(target.config).read_text() for target in targets] == [CONFIG, changed]
 
 
 # ---- events ----------------------------------------------------------------------------------------------------------
@@ -268,6 +279,8 @@ def test_a_bad_job_is_refused_with_a_sentence(client, text, says):
                 "images.knobs.threads.x/../y": 1,
                 "recommend.models": {"x": {"folder": "/etc"}},
                 "recommend.models.x.folder": "/etc",
+                "recommend.models.x.cn.folder": "/etc",
+                "recommend.models.x.cn.y": {"folder": "/etc"},
                 "tuning.enabled": True,
                 "tuning.folder": "/etc",
             }.items()
@@ -418,6 +431,23 @@ def test_a_damaged_job_hides_no_other(tmp_path):
     assert again.work_once()
     assert again.work_once()
     assert again.job(good)["status"] == "finished"
+
+
+@pytest.mark.parametrize("left", [b"", b'{"status": "fin', b"[]"])
+def test_an_end_that_was_written_in_part_stops_no_desk(tmp_path, left):
+    """As a host that loses power may leave it: the job's own records say how it ended."""
+    desk = desk_in(tmp_path, Threads())
+    one, two = desk.submit(SHORT, "ops", "1")["id"], desk.submit(SHORT, "ops", "2")["id"]
+    assert desk.work_once()
+    (tmp_path / one / "ended.json").write_bytes(left)
+    again = desk_in(tmp_path, Threads())
+    assert [each["status"] for each in again.jobs()] == ["queued", "queued"]
+    while again.work_once():
+        pass
+    assert [again.job(each)["status"] for each in (one, two)] == ["finished", "finished"]
+    (tmp_path / one / "ticket.json").write_bytes(left)
+    assert [each["id"] for each in again.jobs()] == [two]
+    assert error_of(client_of(again).get(f"{URL}/{one}", headers=BOSS))[:2] == (404, "job_not_found")
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------

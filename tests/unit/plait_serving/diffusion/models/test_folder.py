@@ -44,12 +44,15 @@ def test_what_is_not_served_is_logged_once_with_its_reason(tmp_path: Path, caplo
         "dream.safetensors": "images.models names those", "OLD.CKPT": "a pickle", "out": "leads out",
         "itself": "leads out", ".half.7.partial": "hidden", "gone": "leads nowhere",
         "a:b": "a name has", "empty": "has no model_index.json",
+        "copied": "its model_index.json is a link that leads nowhere",
     }  # fmt: skip
     for name in ("dream.safetensors", "OLD.CKPT"):
         (folder / name).touch()
     for name in (".half.7.partial", "a:b"):
         model(folder, name)
-    (folder / "empty").mkdir()
+    for name in ("empty", "copied"):
+        (folder / name).mkdir()
+    (folder / "copied" / "model_index.json").symlink_to("../../blobs/1")
     (folder / "out").symlink_to(outside)
     (folder / "itself").symlink_to(folder)
     (folder / "gone").symlink_to(tmp_path / "gone")
@@ -60,6 +63,18 @@ def test_what_is_not_served_is_logged_once_with_its_reason(tmp_path: Path, caplo
     assert len(said) == len(reasons)
     for path, reason in reasons.items():
         assert sum(line.startswith(f"{folder / path} is ignored: ") and reason in line for line in said) == 1, path
+
+
+def test_a_model_with_a_link_that_leads_nowhere_is_listed(tmp_path: Path):
+    """As `cp -r` of a folder in the hub's cache has them: what is missing is told when it is loaded. A file in the
+    link's place is another state of the model."""
+    link = model(tmp_path, "copied") / "weights"
+    link.symlink_to("../../blobs/1")
+    folder = FolderOfModels(tmp_path)
+    before = folder.list()["copied"].stamp
+    link.unlink()
+    link.touch()
+    assert folder.list()["copied"].stamp != before
 
 
 def test_a_move_at_the_same_tick_as_a_look_is_seen(tmp_path: Path):

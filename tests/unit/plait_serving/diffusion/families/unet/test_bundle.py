@@ -27,6 +27,7 @@ from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request
 from support.families import edit_json
+from support.tiny import tiny_sd
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
@@ -45,6 +46,18 @@ def test_a_stable_diffusion_folder(tiny_sd_folder):
     assert bundle.safety_checker is None
     parts = (bundle.unet, bundle.vae, *bundle.text_encoders)
     assert not any(part.training or next(part.parameters()).requires_grad for part in parts)
+
+
+def test_what_a_configuration_leaves_out_is_the_default_of_its_class(tmp_path):
+    """As diffusers has it, which writes all keys and needs none."""
+    down = ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D")
+    up = ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D")
+    levels = {"block_out_channels": (16, 16, 16, 32), "down_block_types": down, "up_block_types": up}
+    folder = tiny_sd(tmp_path / "model", **levels)
+    path = folder / "unet" / "config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in written.items() if not key.endswith("_block_types")}))
+    assert load_bundle(folder).config["down_block_types"] == down
 
 
 @pytest.mark.parametrize(
