@@ -18,7 +18,7 @@ from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.errors import ModelError, NumericalError, RequestError
 from plait_serving.diffusion.families import FAMILIES, components, family_row
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.lora.key_formats import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat, format_of
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.protocols import Conditioning, Denoiser, StepCall
 from plait_serving.diffusion.request_fields import request_fields
@@ -227,7 +227,7 @@ def lora_of(family: Family, path: Path, *, is_text: bool) -> LoadedLora:
     """A LoRA of three layers of the model that steps, or of its text encoders, by PEFT's rules."""
     targets, tensors = family.lora_targets, {}
     generator = torch.Generator().manual_seed(3)
-    names = {ref: name for name, ref in targets.names[LoraFormat.PEFT].items()}
+    names = {ref: name for name, ref in targets.names.items() if format_of(name) is LoraFormat.PEFT}
     wanted = [
         ref
         for ref, shape in targets.shapes.items()

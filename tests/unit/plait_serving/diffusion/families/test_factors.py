@@ -11,7 +11,6 @@ import torch
 from plait_kernels.executors import AdaptedLayer
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.rows import BatchLayout
-from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.kinds import (
     MAX_ROW_RANK,
     AnyFactor,
@@ -37,7 +36,7 @@ def factor(inputs: int, outputs: int, rank: int, *, alpha: float, seed: int) -> 
 def lora(name: str, **changed: AnyFactor) -> LoadedLora:
     """A file of UNet layers; "text" is one of the text encoder."""
     refs = {ModuleRef("text_encoder" if path == "text" else "unet", path): one for path, one in changed.items()}
-    return LoadedLora(name=name, format=LoraFormat.PEFT, factors=refs, nbytes=1)
+    return LoadedLora(name=name, factors=refs, nbytes=1)
 
 
 def layout(*counts: int, cfg: bool = True) -> BatchLayout:
