@@ -15,10 +15,11 @@ import torch
 
 from fakes.trap import Payload
 from plait_serving.diffusion.errors import LoraError, ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import load_controlnet
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
+from support.bundles import load_bundle
 from support.loras import TwoLayers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from plait_serving.diffusion import memory
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import load_controlnet
 from plait_serving.diffusion.memory import (
     PROCESS_BYTES,
     MemoryNeed,
@@ -26,6 +26,7 @@ from plait_serving.diffusion.memory import (
 )
 from plait_serving.diffusion.models.model import image_limits
 from plait_serving.diffusion.weight_files import find_weights
+from support.bundles import load_bundle
 from support.families import opened
 from support.tiny import tiny_sd
 from support.tiny_flow import tiny_flux
@@ -66,7 +67,8 @@ def test_a_model_that_does_not_fit_is_not_loaded(monkeypatch, tiny_sd_folder, ti
         raise AssertionError("loaded all the same")
 
     monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
-    monkeypatch.setattr("plait_serving.diffusion.families.unet.bundle.load_module", refuse)
+    for place in ("encoders", "unet.bundle"):
+        monkeypatch.setattr(f"plait_serving.diffusion.families.{place}.load_module", refuse)
     for load, folder in ((load_bundle, tiny_sd_folder), (load_controlnet, tiny_sd_controlnets[0])):
         with pytest.raises(ModelError, match=r"needs .* are available") as caught:
             load(folder)

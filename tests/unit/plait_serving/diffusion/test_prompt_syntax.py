@@ -12,11 +12,11 @@ import torch
 from plait_serving.diffusion import prompt_syntax
 from plait_serving.diffusion.admission import check_takes
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens, word_ids
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
+from support.bundles import load_bundle
 from support.denoise import make_request, prepared
 from support.families import opened
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import load_controlnet
 from plait_serving.diffusion.families.unet.config import check_controlnet, kind_of_config
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
@@ -26,6 +26,7 @@ from plait_serving.random_models import tensor_file
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 from plait_serving.random_models.write import write_model
+from support.bundles import load_bundle
 
 BASES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 UNET = "unet/diffusion_pytorch_model.safetensors"

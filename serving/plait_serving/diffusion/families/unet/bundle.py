@@ -1,4 +1,4 @@
-"""A base model's parts, loaded from a diffusers folder. All loading of model weights is done here.
+"""A base model's parts, loaded from a diffusers folder.
 
 Only safetensors is read: pickled weights are refused. Anything that could silently make wrong images (missing
 weights, a UNet feature that has no input, a refiner) is a `ModelError` that names the file and the reason.
@@ -7,8 +7,8 @@ weights, a UNet feature that has no input, a refiner) is a `ModelError` that nam
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.encoders import tokenizer_of
+from plait_serving.diffusion.families.encoders import Parts, WeightedPart, tokenizer_of
 from plait_serving.diffusion.families.unet.config import UNetKind, check_unet_config, check_vae_config, kind_of_config
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.loading import load_module, outline_module, translate
@@ -40,7 +40,8 @@ class Bundle:
     `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
     for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
     `weights_bytes`: what all weights take in memory; `decoding_bytes_per_pixel`: what decoding an image takes. In an
-    outline the modules have no weights, and there is no safety checker.
+    outline the modules have no weights, and there is no safety checker; `parts`: what they are loaded from. `mapped`:
+    of which the weights are as the files hold them.
     """
 
     folder: Path
@@ -61,6 +62,8 @@ class Bundle:
     device: torch.device
     weights_bytes: int
     decoding_bytes_per_pixel: int
+    parts: Parts
+    mapped: frozenset[str] = frozenset()
 
     @property
     def latent_channels(self) -> int:
@@ -97,62 +100,40 @@ class Bundle:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
-def load_bundle(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    safety_checker: bool = True,
-    mapped: Collection[str] = (),
-    outline: bool = False,
-    tokenizers: tuple[Any, ...] = (),
+def outline_bundle(
+    folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", safety_checker: bool = True
 ) -> Bundle:
-    """Load a diffusers folder. Raises `ModelError`.
+    """Read a diffusers folder without its weights: what is known of a model before it is in memory. Raises
+    `ModelError`.
 
-    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`:
-    which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). `outline`
-    loads no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if read before.
+    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker.
     """
     index, unet_config, vae_config = _configs(folder)
     kind = kind_of_config(unet_config)
     overflows = kind is UNetKind.SDXL and dtype is torch.float16 and vae_config.get("force_upcast", True)
     vae_dtype = torch.float32 if overflows else dtype
-    target = torch.device(device)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     size = unet_config.get("sample_size") or 64
     height, width = (factor * edge for edge in (size if isinstance(size, list | tuple) else (size, size)))
     encoders = _text_kinds(folder, kind)
     _check_text_width(folder, unet_config, encoders)
-    tokenizers = tokenizers or tuple(tokenizer_of(folder, part, CLIPTokenizer) for part in encoders)
-    kinds = dict(encoders)
+    kinds = {**encoders, "vae": AutoencoderKL, "unet": UNet2DConditionModel}
+    written = read_json(folder / "scheduler" / "scheduler_config.json")
+    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
+    modules = {part: outline_module(each, *files[part]) for part, each in kinds.items()}
+    parts = {part: WeightedPart(each, *files[part], modules[part].config) for part, each in kinds.items()}
     extractor = _feature_extractor(folder, index) if safety_checker else None
     if extractor is not None:
-        kinds["safety_checker"] = _checker_kind()
-    kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
-    written = read_json(folder / "scheduler" / "scheduler_config.json")
-    scheduler = scheduler_config(folder, written, index.get("scheduler"), kind)
-    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
-    # The decoder's last level has full size and twice the channels of the configuration's first, about four times over:
-    # 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32. A step of the UNet takes less.
-    decoding = 4 * 2 * int(vae_config["block_out_channels"][0]) * vae_dtype.itemsize
-    need = MemoryNeed.of(files.values(), activation_bytes=decoding * width * height)
-    if not outline:
-        check_memory(str(folder), need, target)
-    files |= {part: (files[part][0], files[part][0].stored_dtype) for part in mapped}
-    if outline:
-        kinds.pop("safety_checker", None)
-        modules = {part: outline_module(kind, *files[part]) for part, kind in kinds.items()}
-    else:
-        modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+        parts["safety_checker"] = WeightedPart(_checker_kind(), find_weights(folder / "safety_checker"), dtype, None)
     return Bundle(
         folder=folder,
         kind=kind,
         unet=modules["unet"],
         vae=modules["vae"],
-        tokenizers=tokenizers,
+        tokenizers=tuple(tokenizer_of(folder, part, CLIPTokenizer) for part in encoders),
         text_encoders=tuple(modules[part] for part in encoders),
-        scheduler_config=scheduler,
-        safety_checker=modules.get("safety_checker"),
+        scheduler_config=scheduler_config(folder, written, index.get("scheduler"), kind),
+        safety_checker=None,
         feature_extractor=extractor,
         force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", kind is UNetKind.SDXL)),
         width=width,
@@ -160,9 +141,33 @@ def load_bundle(
         vae_factor=factor,
         dtype=dtype,
         vae_dtype=vae_dtype,
-        device=target,
-        weights_bytes=need.weights_bytes,
-        decoding_bytes_per_pixel=decoding,
+        device=torch.device(device),
+        weights_bytes=sum(part.nbytes for part in parts.values()),
+        # The decoder's last level has full size and twice the channels of the configuration's first, about four times
+        # over: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32. A step of the UNet takes less.
+        decoding_bytes_per_pixel=4 * 2 * int(vae_config["block_out_channels"][0]) * vae_dtype.itemsize,
+        parts=parts,
+    )
+
+
+def loaded(outline: Bundle, *, mapped: frozenset[str] = frozenset()) -> Bundle:
+    """Return the parts with their weights. `mapped`: which of "unet" and "vae" stay as the files hold them, as an
+    executor has taken over (`resident_weights`). Raises `ModelError`."""
+    image_bytes = outline.decoding_bytes_per_pixel * outline.width * outline.height
+    weights = [(part.files, part.dtype) for part in outline.parts.values()]
+    check_memory(str(outline.folder), MemoryNeed.of(weights, activation_bytes=image_bytes), outline.device)
+    parts = {
+        name: part._replace(dtype=part.files.stored_dtype) if name in mapped else part
+        for name, part in outline.parts.items()
+    }
+    modules = {name: part.load(outline.device) for name, part in parts.items()}
+    return replace(
+        outline,
+        unet=modules["unet"],
+        vae=modules["vae"],
+        text_encoders=tuple(module for name, module in modules.items() if name.startswith("text_encoder")),
+        safety_checker=modules.get("safety_checker"),
+        mapped=mapped,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -59,12 +59,10 @@ class UNetDenoiser:
         bundle: Bundle,
         *,
         exact: Callable[[], Exact] = lambda: Exact.ALWAYS,
-        mapped: Collection[str] = (),
         tokens: PromptTokens | None = None,
     ) -> None:
-        """Take the bundle. `exact` is read at every step. `mapped`: which of "unet" and "vae" are as the files hold
-        them: their weights are brought into memory when torch is to run them. `tokens`: those of the bundle's
-        tokenizers, if others use these as well.
+        """Take the bundle; the weights of parts that are mapped are brought into memory when torch is to run them.
+        `exact` is read at every step. `tokens`: those of the bundle's tokenizers, if others use these as well.
         """
         self.bundle, self.inpaints = bundle, bundle.inpaints
         self._unet = cast("Any", bundle.unet)
@@ -77,7 +75,7 @@ class UNetDenoiser:
             name="the UNet",
             dtype=bundle.dtype,
             mapped=lambda: map_unet(folder / "unet"),
-            resident="unet" not in mapped,
+            resident="unet" not in bundle.mapped,
             always=("time_embedding", "add_embedding"),  # they make what both halves take, with torch
         )
         self._vae_weights = ResidentWeights(
@@ -85,7 +83,7 @@ class UNetDenoiser:
             name="the VAE",
             dtype=bundle.vae_dtype,
             mapped=lambda: map_vae(folder / "vae"),
-            resident="vae" not in mapped,
+            resident="vae" not in bundle.mapped,
         )
         texts = components_of(bundle)
         self.merger = Merger({DENOISER: texts.pop(DENOISER)}, before_write=self._weights.take)
@@ -128,7 +126,10 @@ class UNetDenoiser:
 
     def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> Sampler:
         """Return the sampler of a request's images with these seeds. Raises `RequestError`."""
-        return sampler_of(self.bundle, request, seeds, self.latent_shape(request.width, request.height))
+        bundle, shape = self.bundle, self.latent_shape(request.width, request.height)
+        return sampler_of(
+            bundle.scheduler_config, request, seeds, shape=shape, dtype=bundle.dtype, device=bundle.device
+        )
 
     def begin(self, request: ImageRequest) -> Encoding:
         """Return what encodes the prompts, with the weights that the text encoders have at each call."""

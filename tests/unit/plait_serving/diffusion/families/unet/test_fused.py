@@ -14,13 +14,14 @@ from torch import nn
 
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.families.unet import fused, halves
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.bundle import load_controlnet
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.fused import fuse_
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import ControlCall
 from plait_serving.diffusion.values import ControlRef
+from support.bundles import load_bundle
 from support.closeness import EQUAL, ulps
 from support.denoise import control_image, first_call, make_request
 from support.tiny import randomise_zero_convolutions, seeded
