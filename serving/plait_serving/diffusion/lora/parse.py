@@ -25,7 +25,7 @@ from plait_serving.diffusion.lora.keys import (
     other_model,
     reject_unsupported,
 )
-from plait_serving.diffusion.lora.kinds import AnyFactor, section
+from plait_serving.diffusion.lora.kinds import Factor, section
 from plait_serving.diffusion.lora.listing import ADAPTER_FILE
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
@@ -44,7 +44,7 @@ class LoadedLora:
     """A parsed LoRA file in host memory. Equal tokens mean equal content."""
 
     name: str
-    factors: Mapping[ModuleRef, AnyFactor]
+    factors: Mapping[ModuleRef, Factor]
     nbytes: int
     token: Hashable = field(default_factory=object)
 
@@ -77,7 +77,7 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
         if header != looked_at:
             agreed = plan(header, targets, config)  # of the very bytes that were read
         _check_adds_nothing(agreed, header, data, targets)
-        factors: dict[ModuleRef, AnyFactor] = {}
+        factors: dict[ModuleRef, Factor] = {}
         for ref, roles in agreed.parts.items():
             tensors = {role: container.tensor(header, data, key) for role, key in roles.items()}
             whole = reading.factor(ref, tensors, agreed.rules)
