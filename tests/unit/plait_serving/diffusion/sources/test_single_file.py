@@ -126,7 +126,7 @@ def test_it_is_converted_once_and_again_when_it_changed(folders, tmp_path, monke
     path.write_bytes((folders / "sd15.safetensors").read_bytes())
     first = resolve_source(path, cache=tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(sources.single_file, "new_folder", None)
+        patched.setattr(sources.resolve, "new_folder", None)
         assert resolve_source(str(path), cache=tmp_path) == first
     path.write_bytes((folders / "sd21.safetensors").read_bytes())
     second = resolve_source(path, cache=tmp_path)
