@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.encoders import Parts, WeightedPart, tokenizer_of
+from plait_serving.diffusion.families.encoders import Parts, TextEncoders, WeightedPart, tokenizer_of
 from plait_serving.diffusion.families.unet.config import UNetKind, check_unet_config, check_vae_config, kind_of_config
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
-from plait_serving.diffusion.loading import load_module, outline_module, translate
-from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.loading import outline_module, translate
 from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import find_weights
 
@@ -39,9 +38,9 @@ class Bundle:
 
     `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
     for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
-    `weights_bytes`: what all weights take in memory; `decoding_bytes_per_pixel`: what decoding an image takes. In an
-    outline the modules have no weights, and there is no safety checker; `parts`: what they are loaded from. `mapped`:
-    of which the weights are as the files hold them.
+    `weights_bytes`: what all weights take in memory but the text encoders'; `decoding_bytes_per_pixel`: what decoding
+    an image takes. In an outline the modules have no weights, and there is no safety checker; `parts`: what they are
+    loaded from. Text encoders never have: `encoders` are those in memory. `mapped`: what is as the files hold it.
     """
 
     folder: Path
@@ -63,7 +62,13 @@ class Bundle:
     weights_bytes: int
     decoding_bytes_per_pixel: int
     parts: Parts
+    encoders: TextEncoders | None = None
     mapped: frozenset[str] = frozenset()
+
+    @property
+    def texts(self) -> Parts:
+        """What the text encoders are loaded from."""
+        return {name: part for name, part in self.parts.items() if name.startswith("text_encoder")}
 
     @property
     def latent_channels(self) -> int:
@@ -117,14 +122,14 @@ def outline_bundle(
     height, width = (factor * edge for edge in (size if isinstance(size, list | tuple) else (size, size)))
     encoders = _text_kinds(folder, kind)
     _check_text_width(folder, unet_config, encoders)
-    kinds = {**encoders, "vae": AutoencoderKL, "unet": UNet2DConditionModel}
+    kinds = {"unet": UNet2DConditionModel, "vae": AutoencoderKL, **encoders}
     written = read_json(folder / "scheduler" / "scheduler_config.json")
     files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
     modules = {part: outline_module(each, *files[part]) for part, each in kinds.items()}
     parts = {part: WeightedPart(each, *files[part], modules[part].config) for part, each in kinds.items()}
     extractor = _feature_extractor(folder, index) if safety_checker else None
     if extractor is not None:
-        parts["safety_checker"] = WeightedPart(_checker_kind(), find_weights(folder / "safety_checker"), dtype, None)
+        parts["safety_checker"] = WeightedPart(_checker_kind(), find_weights(folder / "safety_checker"), dtype)
     return Bundle(
         folder=folder,
         kind=kind,
@@ -142,7 +147,7 @@ def outline_bundle(
         dtype=dtype,
         vae_dtype=vae_dtype,
         device=torch.device(device),
-        weights_bytes=sum(part.nbytes for part in parts.values()),
+        weights_bytes=sum(part.nbytes for name, part in parts.items() if name not in encoders),
         # The decoder's last level has full size and twice the channels of the configuration's first, about four times
         # over: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32. A step of the UNet takes less.
         decoding_bytes_per_pixel=4 * 2 * int(vae_config["block_out_channels"][0]) * vae_dtype.itemsize,
@@ -150,31 +155,27 @@ def outline_bundle(
     )
 
 
-def loaded(outline: Bundle, *, mapped: frozenset[str] = frozenset()) -> Bundle:
-    """Return the parts with their weights. `mapped`: which of "unet" and "vae" stay as the files hold them, as an
-    executor has taken over (`resident_weights`). Raises `ModelError`."""
-    image_bytes = outline.decoding_bytes_per_pixel * outline.width * outline.height
-    weights = [(part.files, part.dtype) for part in outline.parts.values()]
-    check_memory(str(outline.folder), MemoryNeed.of(weights, activation_bytes=image_bytes), outline.device)
-    parts = {
-        name: part._replace(dtype=part.files.stored_dtype) if name in mapped else part
+def loaded(outline: Bundle, encoders: TextEncoders, *, mapped: frozenset[str] = frozenset()) -> Bundle:
+    """Return the parts with their weights, beside text encoders that are in memory. `mapped`: which of "unet" and
+    "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). Raises `ModelError`."""
+    modules = {
+        name: part.mapped() if name in mapped else part.load(outline.device)
         for name, part in outline.parts.items()
+        if name not in outline.texts
     }
-    modules = {name: part.load(outline.device) for name, part in parts.items()}
     return replace(
         outline,
         unet=modules["unet"],
         vae=modules["vae"],
-        text_encoders=tuple(module for name, module in modules.items() if name.startswith("text_encoder")),
         safety_checker=modules.get("safety_checker"),
+        encoders=encoders,
         mapped=mapped,
     )
 
 
 def components_of(bundle: Bundle) -> dict[str, nn.Module]:
     """Return the modules that LoRAs change, by component."""
-    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
-    return {DENOISER: bundle.unet, **texts}
+    return {DENOISER: bundle.unet, **dict(zip(bundle.texts, bundle.text_encoders, strict=True))}
 
 
 def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -185,24 +186,6 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     check_vae_config(vae, kind_of_config(unet), folder / "vae" / "config.json")
     check_unet_config(unet, vae, folder / "unet" / "config.json")
     return index, unet, vae
-
-
-def load_controlnet(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Load a ControlNet's folder, which was checked. Raises `ModelError`."""
-    files, target = find_weights(folder), torch.device(device)
-    check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
-    return load_module(ControlNetModel, files, dtype, target)
-
-
-def _mapped(kind: Any, folder: Path) -> nn.Module:
-    """Load a folder in the files' dtype, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
-    files = find_weights(folder)
-    return load_module(kind, files, files.stored_dtype, torch.device("cpu"))
-
-
-map_unet = partial(_mapped, UNet2DConditionModel)
-map_vae = partial(_mapped, AutoencoderKL)
-map_controlnet = partial(_mapped, ControlNetModel)
 
 
 def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from plait_serving.diffusion.families.rows import (
     in_groups,
     with_extra,
 )
-from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle, components_of, map_unet, map_vae
+from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.controls import control_answers
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
@@ -69,26 +69,20 @@ class UNetDenoiser:
         self._fusion: Fusion | None = fuse_(bundle.unet) if is_gpu(bundle.device) else None
         self._exact = exact
         self._fuses()
-        folder = bundle.folder
         self._weights = ResidentWeights(
             bundle.unet,
             name="the UNet",
-            dtype=bundle.dtype,
-            mapped=lambda: map_unet(folder / "unet"),
+            part=bundle.parts["unet"],
             resident="unet" not in bundle.mapped,
             always=("time_embedding", "add_embedding"),  # they make what both halves take, with torch
         )
         self._vae_weights = ResidentWeights(
-            bundle.vae,
-            name="the VAE",
-            dtype=bundle.vae_dtype,
-            mapped=lambda: map_vae(folder / "vae"),
-            resident="vae" not in bundle.mapped,
+            bundle.vae, name="the VAE", part=bundle.parts["vae"], resident="vae" not in bundle.mapped
         )
-        texts = components_of(bundle)
-        self.merger = Merger({DENOISER: texts.pop(DENOISER)}, before_write=self._weights.take)
-        self.text_merger = text_merger = Merger(texts)
-        self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.current, tokens=tokens)
+        assert bundle.encoders is not None
+        self.merger = Merger({DENOISER: bundle.unet}, before_write=self._weights.take)
+        self.text_merger = bundle.encoders.merger
+        self._prompts = PromptEncoder(bundle, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
         self._factors = FactorStore(DENOISER)
