@@ -320,7 +320,7 @@ def _opened(folders: Mapping[str, Path]) -> Engine:
 
     from plait_serving.diffusion.assemble import EngineSettings, build_engine_of
     from plait_serving.diffusion.knobs import ExecutorName
-    from plait_serving.diffusion.memory import MemoryNeed, memory_of
+    from plait_serving.diffusion.memory import memory_of
     from plait_serving.diffusion.weight_files import find_weights
 
     settings = {
@@ -328,7 +328,7 @@ def _opened(folders: Mapping[str, Path]) -> Engine:
         for name, folder in folders.items()
     }
     parts = (next(iter(folders.values())) / part for part in ("unet", "vae", "text_encoder"))
-    one = MemoryNeed.of((find_weights(part), torch.float32) for part in parts).weights_bytes
+    one = sum(find_weights(part).nbytes_as(torch.float32) for part in parts)
     process = memory_of(torch.device("cpu"), excluded=lambda: 0).held_bytes()
     return build_engine_of(settings, memory_bytes=process + int((_ROOM + 0.5) * one))
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from fakes.blocks import PIPELINE, ROW, blocks_folder
 from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.errors import ModelError, NumericalError, RequestError
-from plait_serving.diffusion.families import FAMILIES, components, family_row
+from plait_serving.diffusion.families import FAMILIES, family_row
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.lora.key_formats import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat, format_of
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.protocols import Conditioning, Denoiser, StepCall
 from plait_serving.diffusion.request_fields import request_fields
@@ -116,12 +116,11 @@ def predicted(denoiser: Denoiser, calls: Sequence[StepCall]) -> list[torch.Tenso
 
 def test_what_it_is_is_told_without_its_code(folder: Path, family: Family) -> None:
     """Its kind, and where the model that steps is; what LoRAs change has the names of folders."""
-    row, found = family_row(folder), components(folder)
+    row = family_row(folder)
     assert row.kind(folder) == family.kind
     assert row.denoiser == family.lora_targets.denoiser
-    assert {ref.component for ref in family.lora_targets.parameters} == set(found)
-    assert all((folder / component).is_dir() for component in found)
-    assert all(parameter.is_meta for module in found.values() for parameter in module.parameters())
+    assert {ref.component for ref in family.lora_targets.parameters} <= set(family.parts)
+    assert {part.files.folder for part in family.parts.values()} == {folder / name for name in family.parts}
 
 
 def test_a_folder_that_lacks_its_model_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def lora_of(family: Family, path: Path, *, is_text: bool) -> LoadedLora:
     """A LoRA of three layers of the model that steps, or of its text encoders, by PEFT's rules."""
     targets, tensors = family.lora_targets, {}
     generator = torch.Generator().manual_seed(3)
-    names = {ref: name for name, ref in targets.names[LoraFormat.PEFT].items()}
+    names = {ref: name for name, ref in targets.names.items() if format_of(name) is LoraFormat.PEFT}
     wanted = [
         ref
         for ref, shape in targets.shapes.items()

@@ -94,7 +94,7 @@ def without_unet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No UNet was prepared before."""
     opens = Preparer.open
     monkeypatch.setattr(
-        Preparer, "open", lambda self, folder, *of: None if folder.name == "unet" else opens(self, folder, *of)
+        Preparer, "open", lambda self, part, *of: None if part.files.folder.name == "unet" else opens(self, part, *of)
     )
 
 
@@ -102,9 +102,9 @@ def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypat
     """Programs arrive between two steps: a set that was merged becomes an input, and the latents are diffusers'."""
     go, make = threading.Event(), Preparer.make
 
-    def late(self: Preparer, folder: Path, *of: Any) -> Any:
+    def late(self: Preparer, *of: Any) -> Any:
         assert go.wait(60)
-        return make(self, folder, *of)
+        return make(self, *of)
 
     without_unet(monkeypatch)
     monkeypatch.setattr(Preparer, "make", late)

@@ -18,7 +18,7 @@ from fakes.engine import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, 
 from fakes.images import FAKE_CATALOG
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.engine import Engine
-from plait_serving.diffusion.families.unet.samplers import Sampler
+from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig
 from plait_serving.diffusion.knobs import EngineKnobs
 from support.engine import LocalImages
@@ -214,9 +214,7 @@ def test_a_sampler_that_can_not_step_with_the_model_is_a_400(rig, fields):
     config = SchedulerConfig(written={"lower_order_final": False, "use_karras_sigmas": True})
 
     def samplers(request, seeds, shape):
-        return Sampler(
-            request.scheduler, config, steps=request.steps, seeds=seeds, shape=shape, sigmas=request.sigmas
-        )  # fmt: skip
+        return sampler_of(config, request, seeds, shape=shape)
 
     async def ask():
         own = rig(samplers=samplers)

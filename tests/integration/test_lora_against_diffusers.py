@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from safetensors.torch import load_file
 from torch import nn
 
-from plait_serving.diffusion.lora.key_formats import LoraFormat
+from plait_serving.diffusion.lora.key_formats import Blocks, LoraFormat, format_of, spellings
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from support.ldm import original_names
@@ -82,7 +82,7 @@ def test_sgm_block_numbers(tmp_path, tiny_sdxl_folder):
     made = factors(shapes_of(unet), alpha=1.0)
     renamed = {names[f"{module}.weight"].removesuffix(".weight"): factor for module, factor in made.items()}
     path = write(tmp_path / "a.safetensors", kohya_tensors(renamed))
-    assert check(tiny_sdxl_folder, path, 1.0).format is LoraFormat.KOHYA
+    check(tiny_sdxl_folder, path, 1.0)
 
 
 @pytest.mark.parametrize("model", ["sd", "sdxl"])
@@ -91,8 +91,10 @@ def test_every_module_has_one_meaning_per_name(model, request):
     targets = LoraTargets.of(components(pipeline(request.getfixturevalue(f"tiny_{model}_folder"))))
     modules = {(ref.component, ref.module) for ref in targets.parameters}
     count = sum(1 for component, _ in modules if component == "unet")
-    kohya = [name for name in targets.names[LoraFormat.KOHYA] if name.startswith("lora_unet_")]
-    comfyui = [name for name in targets.names[LoraFormat.COMFYUI] if name.startswith("diffusion_model.")]
+    kohya = [name for name in targets.names if name.startswith("lora_unet_")]
+    comfyui = [name for name in targets.names if name.startswith("diffusion_model.")]
     assert (len(kohya), len(comfyui)) == (2 * count, count)
-    spelled = [name for names in targets.names.values() for name in names]
-    assert len(set(spelled)) == len(spelled)
+    assert {format_of(name) for name in targets.names} == {*LoraFormat} - {LoraFormat.XLABS}
+    blocks = Blocks.of([path for component, path in modules if component == "unet"])
+    spelled = [name for component, path in modules for name in spellings(component, path, blocks)]
+    assert len(spelled) == len(targets.names)

@@ -147,7 +147,7 @@ def test_the_memory_of_a_model_that_leaves_is_free_at_once(folders, engine_of):
     several = engine_of({name: folders[name] for name in ("a", "b")}, memory_bytes=1 << 21)
     several.generate(asked("a", loras=(LoraRef(name="one"),)), timeout_s=WAIT_S)
     bundle = several.pool.models["a"].stepper.denoiser.bundle
-    parts = [weakref.ref(part) for part in (bundle.unet, bundle.vae, *bundle.text_encoders)]
+    parts = [weakref.ref(part) for part in (bundle.unet, bundle.vae, *bundle.encoders._modules.values())]
     del bundle
     gc.collect()
     gc.disable()

@@ -15,10 +15,11 @@ import torch
 
 from fakes.trap import Payload
 from plait_serving.diffusion.errors import LoraError, ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.controlnet import load_controlnet
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
+from support.bundles import load_bundle
 from support.loras import TwoLayers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +142,7 @@ def test_cve_2025_32434_pickled_controlnets_and_loras(
         path.unlink()
     torch.save({"payload": Payload(mark)}, controlnet / "diffusion_pytorch_model.bin")
     with pytest.raises(ModelError, match="pickled"):
-        load_controlnet(controlnet)
+        load_controlnet(controlnet, dtype=torch.float32)
     loras = tmp_path / "loras"
     loras.mkdir()
     for suffix in ("pt", "bin", "ckpt", "pth"):

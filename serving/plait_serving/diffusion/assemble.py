@@ -33,7 +33,7 @@ from plait_serving.diffusion.protocols import ControlNetClient
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.sources.file_kinds import stem_of
-from plait_serving.diffusion.sources.resolve import resolve_source
+from plait_serving.diffusion.sources.resolve import conversion, resolve_source
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Tenant
 
 __all__ = ["EngineSettings", "build_engine", "build_engine_of", "check_model", "warm_up"]
@@ -143,8 +143,6 @@ def check_model(settings: EngineSettings) -> None:
     as all but the weights tell: nothing is written or fetched."""
     path = Path(settings.model)
     if stem_of(path.name) is not None and not path.is_dir():
-        from plait_serving.diffusion.sources.single_file import conversion
-
         conversion(path, settings.config)
         return
     with _told(path):

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -20,7 +20,6 @@ from plait_kernels.devices import allocated_bytes, default_device, free_bytes, i
 from plait_kernels.executors.graphs import give_back, pool_bytes
 from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
 
@@ -34,25 +33,6 @@ _UNLIMITED = 1 << 60
 _STATM = Path("/proc/self/statm")
 _MONITORED_SHARE = "0.95"
 """Ray's default: where more of a host's or a container's memory is in use, its memory monitor ends workers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryNeed:
-    """What loading and serving a model takes: its weights in their dtype, and an allowance for everything else."""
-
-    weights_bytes: int
-    allowance_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """The sum."""
-        return self.weights_bytes + self.allowance_bytes
-
-    @classmethod
-    def of(cls, parts: Iterable[tuple[WeightFiles, torch.dtype]], *, activation_bytes: int = 0) -> MemoryNeed:
-        """Return what serving these parts needs; files are memory-mapped, so reading them takes nothing more."""
-        weights = sum(files.nbytes_as(dtype) for files, dtype in parts)
-        return cls(weights_bytes=weights, allowance_bytes=PROCESS_BYTES + activation_bytes)
 
 
 def resolve_device(device: str) -> str:
@@ -78,14 +58,15 @@ def warn_of_emulation() -> None:
         )
 
 
-def check_memory(name: str, need: MemoryNeed, device: torch.device) -> None:
-    """Log what the model needs. Raises `ModelError` if the device has not that much."""
-    free = available_bytes(device)
+def check_memory(name: str, weights_bytes: int, device: torch.device, *, working_bytes: int = 0) -> None:
+    """Log what a model needs: its weights in their dtype, what the libraries take, and what working with it does. Files
+    are memory-mapped, so reading them takes nothing more. Raises `ModelError` if the device has not that much."""
+    free, beside_bytes = available_bytes(device), PROCESS_BYTES + working_bytes
     sentence = (
-        f"{name} needs {gigabytes(need.total_bytes)} of memory ({gigabytes(need.weights_bytes)} of weights and "
-        f"{gigabytes(need.allowance_bytes)} to work with)"
+        f"{name} needs {gigabytes(weights_bytes + beside_bytes)} of memory ({gigabytes(weights_bytes)} of weights and "
+        f"{gigabytes(beside_bytes)} to work with)"
     )
-    if need.total_bytes > free:
+    if weights_bytes + beside_bytes > free:
         raise ModelError(f"{sentence}; {gigabytes(free)} are available")
     _log.info("%s; %s are available", sentence, gigabytes(free))
 

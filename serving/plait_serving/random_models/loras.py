@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.key_formats import LoraFormat, is_text
+from plait_serving.diffusion.lora.key_formats import LoraFormat, format_of, is_text
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.published.architectures import Architecture
 from plait_serving.diffusion.published.configs import build_on_meta, published_name
@@ -104,7 +104,9 @@ def _peft_layers(targets: LoraTargets) -> Iterator[tuple[str, ModuleRef]]:
 
 def _kohya_layers(targets: LoraTargets) -> Iterator[tuple[str, ModuleRef]]:
     spellings = defaultdict(list)
-    for name, ref in targets.names[LoraFormat.KOHYA].items():
+    for name, ref in targets.names.items():
+        if format_of(name) is not LoraFormat.KOHYA:
+            continue
         spellings[ref].append(name)
         if name.startswith(_TRANSFORMER_START):
             yield name, ref

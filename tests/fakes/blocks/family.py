@@ -12,9 +12,10 @@ from diffusers.configuration_utils import register_to_config
 from torch import nn
 
 from plait_serving.diffusion.errors import EngineError, RequestError
+from plait_serving.diffusion.families.encoders import TextEncoders, WeightedPart
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.rows import BatchLayout, Rows, guided_outputs
-from plait_serving.diffusion.loading import load_module, outline_module
+from plait_serving.diffusion.loading import outline_module
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import LoraTargets
@@ -74,7 +75,8 @@ class BlocksFamily(Family):
         super().__init__(folder, settings, host)
         self.width = self.height = 8 * BLOCK
         self.size_multiple = self.min_whole_edge = BLOCK
-        self.weights_bytes = sum(find_weights(folder / part).nbytes_as(self.dtype) for part in KINDS)
+        self.parts = {part: WeightedPart(kind, find_weights(folder / part), self.dtype) for part, kind in KINDS.items()}
+        self.weights_bytes = sum(part.nbytes for part in self.parts.values())
         self.decoding_bytes_per_pixel = 12
         self.terms = RequestTerms(
             samplers=SamplerChoice(among=(Scheduler.EULER,)),
@@ -83,12 +85,9 @@ class BlocksFamily(Family):
             guidance_scale=2.0,
             edits=False,
         )
-        self.lora_targets = LoraTargets.of(self.components(folder))
-
-    @staticmethod
-    def components(folder: Path) -> Mapping[str, nn.Module]:
-        """Return the modules."""
-        return {part: outline_module(kind, find_weights(folder / part), torch.float32) for part, kind in KINDS.items()}
+        self.lora_targets = LoraTargets.of(
+            {name: outline_module(part.kind, part.files, part.dtype) for name, part in self.parts.items()}
+        )
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Count bytes and blocks."""
@@ -105,12 +104,9 @@ class BlocksFamily(Family):
             rows=rows,
         )
 
-    def load(self) -> BlocksDenoiser:
+    def bring(self, encoders: Sequence[TextEncoders]) -> BlocksDenoiser:  # its text is its own
         """Read the weights."""
-        files = {part: find_weights(self.folder / part) for part in KINDS}
-        return BlocksDenoiser(
-            {part: load_module(kind, files[part], self.dtype, self.device) for part, kind in KINDS.items()}
-        )
+        return BlocksDenoiser({name: part.load(self.device) for name, part in self.parts.items()})
 
 
 class BlocksDenoiser:

@@ -3,14 +3,14 @@
 A family is a folder of this package: all that differs between architectures, and nothing else. It has
 
 - a `Family` (`family`): what is known of one model without its weights: its kind, sizes, what requests may say and come
-  to, what LoRAs may change, which ControlNets fit; `load` brings the weights into memory,
-- a `Denoiser` (`protocols.py`), which `load` returns: conditioning, latents, schedule, a step with its guidance,
+  to, what LoRAs may change, which ControlNets fit; `bring` brings the weights into memory,
+- a `Denoiser` (`protocols.py`), which `bring` returns: conditioning, latents, schedule, a step with its guidance,
   decoding, and the mergers of LoRA sets.
 
-What is in this folder beside them is shared by families: rows of a batch (`rows`), schedulers (`samplers`), LoRA sets
-as inputs (`factors`), executors' programs (`preparation`) and the weights beside them (`resident_weights`), and all
-that transformers with flow schedules have in common (`flow`). A family is imported when the first model of it is
-opened.
+What is in this folder beside them is shared by families: text encoders (`encoders`), rows of a batch (`rows`),
+schedulers (`samplers`), LoRA sets as inputs (`factors`), executors' programs (`preparation`) and the weights beside
+them (`resident_weights`), and all that transformers with flow schedules have in common (`flow`). A family is imported
+when the first model of it is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, is_con
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from plait_serving.diffusion.controlnet.rows import ControlNetRunner
     from plait_serving.diffusion.families.family import Family
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.settings import EngineSettings, Host
 
 __all__ = [
-    "FAMILIES", "FamilyRow", "check_controlnet", "components", "family_row", "kind_of_controlnet", "load_controlnet",
-    "open_family", "row_of_file",
+    "FAMILIES", "FamilyRow", "check_controlnet", "family_row", "kind_of_controlnet", "load_controlnet", "open_family",
+    "row_of_file",
 ]  # fmt: skip
 
 Convert: TypeAlias = "Callable[[Path, Header, Path | None], Callable[[Path], None]]"
@@ -162,12 +161,6 @@ def row_of_file(tensors: Mapping[str, TensorInfo]) -> tuple[str, FamilyRow]:
 def open_family(folder: Path, settings: EngineSettings, host: Host) -> Family:
     """Return what is known of the model in a diffusers folder. Raises `ModelError`."""
     return family_row(folder).load()(folder, settings, host)
-
-
-def components(folder: Path) -> Mapping[str, nn.Module]:
-    """Return the modules of the model in a diffusers folder that LoRAs change, by component, without weights. Raises
-    `ModelError`."""
-    return family_row(folder).load().components(folder)
 
 
 def kind_of_controlnet(folder: Path) -> str:

@@ -11,10 +11,10 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -35,11 +35,18 @@ _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures")
 
 
 class Call(NamedTuple):
-    """One text encoder call: the part of the model, what it reads, and the layers that it leaves out (`clip_skip`)."""
+    """One text encoder call: the part of the model, what it reads, and the layers that it leaves out (`clip_skip`).
+
+    Of CLIP the layer before the last one left is read as it is, or, if it `is_last`, the last one after the final norm.
+    `seen`: how many ids a mask shows; None: all. `weights`: one for each id, if any is not 1.
+    """
 
     part: str
     ids: tuple[int, ...]
     skip: int = 0
+    is_last: bool = False
+    seen: int | None = None
+    weights: tuple[float, ...] | None = None
 
 
 class EncodedText(NamedTuple):
@@ -49,10 +56,10 @@ class EncodedText(NamedTuple):
     pooled: torch.Tensor | None
 
 
-_CallT = TypeVar("_CallT")
+Outputs: TypeAlias = Mapping[Call, EncodedText]
 
 
-class TextEncoding(Generic[_CallT]):
+class TextEncoding:
     """A request's calls on their way through the text encoders. Compute thread only.
 
     Its text encoders must have the same weights at every call; between two calls they may change for others.
@@ -60,15 +67,15 @@ class TextEncoding(Generic[_CallT]):
 
     def __init__(
         self,
-        calls: Iterable[_CallT],
+        calls: Iterable[Call],
         *,
-        run: Callable[[_CallT], EncodedText],
-        finish: Callable[[Mapping[_CallT, EncodedText]], Conditioning],
+        run: Callable[[Call], EncodedText],
+        finish: Callable[[Outputs], Conditioning],
     ) -> None:
         """`finish` makes the conditioning of what the calls returned."""
         self._left = deque(dict.fromkeys(calls))
         self._run, self._finish = run, finish
-        self._done: dict[_CallT, EncodedText] = {}
+        self._done: dict[Call, EncodedText] = {}
 
     @property
     def calls_left(self) -> int:
@@ -83,9 +90,6 @@ class TextEncoding(Generic[_CallT]):
         return None if self._left else self._finish(self._done)
 
 
-Outputs: TypeAlias = Mapping[Call, EncodedText]
-
-
 def tokenizer_of(folder: Path, part: str, kind: Any) -> Any:
     """Return the tokenizer, of a class, beside a text encoder of a model's folder. Raises `ModelError`."""
     path = folder / part.replace("text_encoder", "tokenizer")
@@ -95,12 +99,13 @@ def tokenizer_of(folder: Path, part: str, kind: Any) -> Any:
 
 
 class WeightedPart(NamedTuple):
-    """A part of a model's folder: its class, its weights, what it computes in, and its configuration."""
+    """A part of a model's folder: its class, its weights, what it computes in, and of a text encoder its
+    configuration."""
 
     kind: Any
     files: WeightFiles
     dtype: torch.dtype
-    config: Any
+    config: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +115,10 @@ class WeightedPart(NamedTuple):
     def load(self, device: torch.device) -> nn.Module:
         """Return it with its weights. Raises `ModelError`."""
         return load_module(self.kind, self.files, self.dtype, device)
+
+    def mapped(self) -> nn.Module:
+        """Return it with its files' own bytes, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
+        return load_module(self.kind, self.files, self.files.stored_dtype, torch.device("cpu"))
 
     @property
     def likeness(self) -> object:
@@ -201,9 +210,14 @@ class TextEncoders:
         ids = torch.tensor([call.ids], device=self.device)
         if module.config.model_type == "t5":
             return EncodedText(module(ids, output_hidden_states=False)[0].to(module.dtype), None)
-        output = module(ids, output_hidden_states=True)
+        mask = None if call.seen is None else (torch.arange(len(call.ids), device=self.device) < call.seen).long()[None]
+        output = module(ids, attention_mask=mask, output_hidden_states=True)
         pooled = output.pooler_output if hasattr(output, "pooler_output") else output.text_embeds
-        return EncodedText(output.hidden_states[-(call.skip + 2)], pooled)
+        hidden = output.hidden_states[-(call.skip + (1 if call.is_last else 2))]
+        if call.is_last:
+            body = getattr(module, "text_model", module)  # transformers 5 dropped this level
+            hidden = body.final_layer_norm(hidden) if call.skip else output.last_hidden_state
+        return EncodedText(hidden if call.weights is None else _weighted(hidden, call.weights), pooled)
 
     def _module(self, part: str) -> nn.Module:
         with self._lock:
@@ -245,6 +259,13 @@ class SharedEncoders:
     def _all(self) -> list[TextEncoders]:
         with self._lock:
             return list(self._known)
+
+
+def _weighted(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """Return `hidden (1, T, C)` with each token times its weight, brought back to the mean that it had: A1111's
+    default emphasis ("Original"), chunk by chunk and text encoder by text encoder."""
+    scaled = hidden * torch.tensor(weights, dtype=hidden.dtype, device=hidden.device)[None, :, None]
+    return scaled * (hidden.mean() / scaled.mean())
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 
 from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_serving.diffusion.families.rows import BatchLayout
-from plait_serving.diffusion.lora.kinds import AnyFactor
+from plait_serving.diffusion.lora.kinds import Factor
 from plait_serving.diffusion.lora.parse import LoadedLora
 
 LoadedSet: TypeAlias = tuple[tuple[LoadedLora, float], ...]
@@ -141,8 +141,8 @@ class FactorStore:
 
         return self._sets.get((_key(one), tuple(ranks.items())), make)
 
-    def _by_path(self, one: LoadedSet) -> Mapping[str, list[tuple[AnyFactor, float]]]:
-        terms: dict[str, list[tuple[AnyFactor, float]]] = {}
+    def _by_path(self, one: LoadedSet) -> Mapping[str, list[tuple[Factor, float]]]:
+        terms: dict[str, list[tuple[Factor, float]]] = {}
         for weights, scale in one:
             if scale == 0.0:
                 continue
@@ -151,7 +151,7 @@ class FactorStore:
                     terms.setdefault(str(ref), []).append((factor, scale * factor.alpha / factor.rank))
         return terms
 
-    def _pair(self, path: str, terms: Sequence[tuple[AnyFactor, float]], rank: int) -> Factors:
+    def _pair(self, path: str, terms: Sequence[tuple[Factor, float]], rank: int) -> Factors:
         layer, start = self._layers[path], 0
         first, second = torch.zeros(layer.width_in, rank), torch.zeros(rank, layer.width_out)
         for factor, c in terms:

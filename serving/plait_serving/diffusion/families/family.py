@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.encoders import Parts, TextEncoders
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.memory import resolve_device, resolve_dtype, warn_of_emulation
+from plait_serving.diffusion.memory import check_memory, resolve_device, resolve_dtype, warn_of_emulation
 from plait_serving.diffusion.protocols import Denoiser
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 class Family(ABC):
     """One model. A family sets what is only declared here, from the folder's configurations and tokenizers.
 
-    `weights_bytes`: what it has for itself in memory; `visiting_bytes`: its largest text encoder that comes for a text
-    only where memory is short (`encoders`).
+    `weights_bytes`: what it has for itself in memory, beside the text encoders; `visiting_bytes`: the largest of those
+    that comes for a text only where memory is short (`encoders`); `working_bytes`: what an image takes.
 
-    `kind` is what LoRAs and ControlNets are made for; sizes are in pixels: the model's own, what edges must be
+    `parts`: what its modules are loaded from, by folder; LoRAs change some. `kind` is what those and ControlNets are
+    made for; sizes are in pixels: the model's own, what edges must be
     multiples of, and the smallest edge that all its levels halve evenly. `terms`: what requests may say. `prepared`:
     what runs on prepared programs now, its parts and the names of ControlNets; `preparer` makes those, None: torch runs
     all.
@@ -43,8 +44,10 @@ class Family(ABC):
     weights_bytes: int
     decoding_bytes_per_pixel: int
     terms: RequestTerms
+    parts: Parts
     lora_targets: LoraTargets
     visiting_bytes: int = 0
+    working_bytes: int = 0
 
     def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
         """Take a model's folder. A family's own reads it. Raises `ModelError`."""
@@ -53,6 +56,8 @@ class Family(ABC):
         self.device, self.dtype = torch.device(device), resolve_dtype(settings.dtype, device)
         if device == "cpu" and self.dtype is torch.bfloat16:
             warn_of_emulation()
+        self._own: list[TextEncoders] = []
+        self._encoders = self._own
         self.prepared: set[str] = set()
         self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=host.is_idle)
         self.preparer = preparer_for(
@@ -65,27 +70,48 @@ class Family(ABC):
             room_bytes=host.room_bytes,
         )
 
-    @staticmethod
-    @abstractmethod
-    def components(folder: Path) -> Mapping[str, nn.Module]:
-        """Return the modules of a folder that LoRAs change, by component, without weights. Raises `ModelError`."""
-
     @abstractmethod
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError` for values that the model cannot take, or
         that mean nothing together."""
 
     @abstractmethod
-    def load(self) -> Denoiser:
-        """Bring the weights into memory. Raises `ModelError`."""
+    def bring(self, encoders: Sequence[TextEncoders]) -> Denoiser:
+        """Bring its own weights into memory, and return what steps them with these text encoders, which are there.
+        Raises `ModelError`."""
 
-    def shared_bytes(self, *, left: bool = False) -> int:  # noqa: ARG002
+    def reads_with(self, adapted: Parts, others: Parts) -> None:
+        """Take the text encoders: those that LoRA sets are merged into, and the others."""
+        self._own = self._encoders = [
+            TextEncoders(parts, device=self.device, adapts=adapts, among=self.host.encoders)
+            for parts, adapts in ((adapted, True), (others, False))
+            if parts
+        ]
+        self.visiting_bytes = max((each.nbytes for each in self._own if not each.adapts), default=0)
+
+    def load(self) -> Denoiser:
+        """Bring the weights into memory, the text encoders' unless another model has equal ones there. Raises
+        `ModelError`."""
+        self._encoders = [self.host.encoders.like(each) for each in self._own]
+        weights_bytes = self.weights_bytes + self.shared_bytes()
+        check_memory(str(self.folder), weights_bytes, self.device, working_bytes=self.working_bytes)
+        try:
+            for own, each in zip(self._own, self._encoders, strict=True):
+                each.hold(self, own.parts)
+            return self.bring(self._encoders)
+        except BaseException:
+            self.leave()
+            raise
+
+    def shared_bytes(self, *, left: bool = False) -> int:
         """Return its share of the text encoders in memory that models share, or what it would bring of them. `left`:
         once those have left that can."""
-        return 0
+        return sum(each.nbytes_for(self, left=left) for each in self._encoders)
 
     def leave(self) -> None:
         """Let go of what belongs to the weights, which leave."""
+        for each in self._encoders:
+            each.let_go(self)
         self.auditor.forget()
 
     def why_unfit(self, folder: Path) -> str | None:  # noqa: ARG002  # none fits

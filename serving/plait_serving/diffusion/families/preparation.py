@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -25,7 +26,10 @@ from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.memory import available_bytes, gigabytes
-from plait_serving.diffusion.weight_files import find_weights
+from plait_serving.diffusion.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from plait_serving.diffusion.families.encoders import WeightedPart
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +43,8 @@ _LEFT_FREE_BYTES = 1 << 30
 GRAPH_PATIENCE = 32
 """Steps that a new shape makes without a graph, if there is never a moment without work: capturing takes as long as a
 dozen, and is worth a tenth of each."""
+Compute: TypeAlias = Callable[[Any], Computation]
+"""Makes the computation of a part's module, whose weights are mapped."""
 _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -51,48 +57,47 @@ class Preparer:
         self._auditor = auditor
         self._keys: dict[Path, str] = {}
 
-    def open(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram | None:
-        """Return a part's program if it was converted before; audits compare it with `computation()`."""
+    def open(self, part: WeightedPart, name: str, compute: Compute) -> PreparedProgram | None:
+        """Return a program of a part if it was converted before; audits compare it with what is computed."""
         try:
-            program = self._executor.open(self._key(folder, part))
+            program = self._executor.open(self._key(part.files.folder, name))
         except OSError as error:
             _log.warning("prepared models cannot be read: %s", error)
             return None
-        return None if program is None else self._watched(folder, part, program, computation)
+        return None if program is None else self._watched(program, part, name, compute)
 
-    def make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram:
-        """Return a part's program, converted now if need be. Raises `ExecutorError`, `ModelError` or OSError."""
+    def make(self, part: WeightedPart, name: str, compute: Compute) -> PreparedProgram:
+        """Return a program of a part, converted now if need be. Raises `ExecutorError`, `ModelError` or OSError."""
+        folder = part.files.folder
         if background.is_ending():
             raise ExecutorError("the process ends")
-        _check_memory(folder)
+        _check_memory(part.files)
         started_s = time.perf_counter()
-        program = self._executor.prepare(self._key(folder, part), computation)
-        _log.info("%s: %s is prepared after %.1f s", folder, part, time.perf_counter() - started_s)
-        return self._watched(folder, part, program, computation)
+        program = self._executor.prepare(self._key(folder, name), lambda: compute(part.mapped()))
+        _log.info("%s: %s is prepared after %.1f s", folder, name, time.perf_counter() - started_s)
+        return self._watched(program, part, name, compute)
 
-    def _watched(
-        self, folder: Path, part: str, program: PreparedProgram, computation: Callable[[], Computation]
-    ) -> PreparedProgram:
+    def _watched(self, program: PreparedProgram, part: WeightedPart, name: str, compute: Compute) -> PreparedProgram:
         return self._auditor.watch(
-            f"{folder.name}-{part}",
+            f"{part.files.folder.name}-{name}",
             program,
-            lambda: TorchProgram(computation()),
+            lambda: TorchProgram(compute(part.mapped())),
             tolerance=self._executor.tolerance,
         )
 
-    def _key(self, folder: Path, part: str) -> str:
+    def _key(self, folder: Path, name: str) -> str:
         key = self._keys.get(folder)
         if key is None:
             key = self._keys[folder] = self._executor.key(folder)
-        return f"{key}-{part}"
+        return f"{key}-{name}"
 
 
-def _check_memory(folder: Path) -> None:
-    """Raise `ExecutorError` if a program's own copy of a folder's weights would not fit beside torch's."""
-    need = int(find_weights(folder).nbytes_as(torch.float32) * _COPY) + _WORKING_BYTES
+def _check_memory(files: WeightFiles) -> None:
+    """Raise `ExecutorError` if a program's own copy of weights would not fit beside torch's."""
+    need = int(files.nbytes_as(torch.float32) * _COPY) + _WORKING_BYTES
     free = available_bytes(torch.device("cpu"))
     if need > free:
-        raise ExecutorError(f"preparing {folder} takes up to {gigabytes(need)}; {gigabytes(free)} are available")
+        raise ExecutorError(f"preparing {files.folder} takes up to {gigabytes(need)}; {gigabytes(free)} are available")
 
 
 def preparer_for(

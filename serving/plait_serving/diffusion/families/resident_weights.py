@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
+
+from plait_serving.diffusion.families.encoders import WeightedPart
 
 _log = logging.getLogger(__name__)
 
@@ -25,26 +27,21 @@ class ResidentWeights:
         module: nn.Module,
         *,
         name: str,
-        dtype: torch.dtype,
-        mapped: Callable[[], nn.Module],
+        part: WeightedPart,
         resident: bool,
         always: tuple[str, ...] = (),
     ) -> None:
-        """Take a module whose parameters are in `dtype` (`resident`) or as the files hold them.
-
-        `mapped` loads a module with the files' own bytes. Parts named in `always` stay in memory.
-        """
-        stay = tuple(f"{part}." for part in always)
+        """Take a module of a `part`: loaded (`resident`), or mapped. Modules in it named in `always` stay in memory."""
+        stay = tuple(f"{each}." for each in always)
         self._module = module
         self._name = name
-        self._dtype = dtype
-        self._mapped = mapped
+        self._part = part
         # What stays may be running on another thread at any time: nobody may touch it after this.
         self._going = {name: each for name, each in module.named_parameters() if not name.startswith(stay)}
         self.resident = resident
         self._lock = threading.Lock()
         if not resident:
-            _bring([each for name, each in module.named_parameters() if name.startswith(stay)], dtype)
+            _bring([each for name, each in module.named_parameters() if name.startswith(stay)], part.dtype)
 
     def take(self) -> None:
         """Bring the weights into memory in the dtype that torch computes with. Does nothing if they are there."""
@@ -52,7 +49,7 @@ class ResidentWeights:
             if self.resident:
                 return
             started_s = time.perf_counter()
-            _bring(self._going.values(), self._dtype)
+            _bring(self._going.values(), self._part.dtype)
             self.resident = True
         nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
         _log.info("%s: %.1f GB for torch in %.1f s", self._name, nbytes / 1e9, time.perf_counter() - started_s)
@@ -62,7 +59,7 @@ class ResidentWeights:
         with self._lock:
             if not self.resident:
                 return
-            mapped = dict(self._mapped().named_parameters())
+            mapped = dict(self._part.mapped().named_parameters())
             for name, parameter in self._going.items():
                 parameter.data = mapped[name].data
             self.resident = False

@@ -65,16 +65,6 @@ class CacheStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Set:
-    """One `acquire` that has not been delivered yet. `is_admitted`: it only waits for loads."""
-
-    keys: tuple[Key, ...]
-    tenant: Tenant
-    future: Future[LoraLease]
-    is_admitted: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class LoraLease:
     """A LoRA set held in host memory; nothing in it is evicted before `release`, which may be called again.
 
@@ -104,9 +94,9 @@ class LoraCache:
         self._parse = parse
         self._clock = clock
         self._lock = threading.Lock()
-        self._policy: CachePolicy[int] = CachePolicy(host_bytes)
+        self._policy = CachePolicy(host_bytes)
         self._values: dict[Key, LoadedLora] = {}
-        self._sets: dict[int, _Set] = {}
+        self._promised: dict[int, Future[LoraLease]] = {}
         self._leases: dict[int, LoraLease] = {}
         self._tickets = 0
         self._to_fetch: TurnQueue[Key] = TurnQueue()
@@ -136,7 +126,7 @@ class LoraCache:
                     raise EngineStopped("the engine is shutting down")
                 if not self._policy.fits_ever(wanted):
                     raise self._too_large(wanted)
-                self._policy.enter(self._promise(_Set(tuple(wanted), tenant, future)), wanted, tenant)
+                self._policy.enter(self._promise(future), wanted, tenant)
         except EngineError as error:
             future.set_exception(error)
         return future
@@ -152,10 +142,10 @@ class LoraCache:
         with self._change() as deliveries:
             self._policy.resize(host_bytes)
             for ticket in self._policy.waiting:
-                wanted = self._policy.wanted(ticket)
+                wanted = self._policy.claim(ticket).wanted
                 if not self._policy.fits_ever(wanted):
-                    self._policy.forget(ticket)
-                    deliveries.append((self._sets.pop(ticket).future, self._too_large(wanted)))
+                    self._policy.withdraw(ticket)
+                    deliveries.append((self._promised.pop(ticket), self._too_large(wanted)))
 
     def statistics(self) -> CacheStatistics:
         """Return a consistent snapshot."""
@@ -178,8 +168,8 @@ class LoraCache:
         with self._change() as deliveries:
             self._closed = True
             stopped = EngineStopped("the engine is shutting down")
-            deliveries += [(pending.future, stopped) for pending in self._sets.values()]
-            self._sets.clear()
+            deliveries += [(future, stopped) for future in self._promised.values()]
+            self._promised.clear()
         self._source.close()
         for pool in (self._fetchers, self._parsers):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -215,12 +205,12 @@ class LoraCache:
             else:
                 delivered.release()
 
-    def _promise(self, asked: _Set) -> int:
+    def _promise(self, future: Future[LoraLease]) -> int:
         """Return the ticket of a set that is to be delivered."""
         self._tickets += 1
         ticket = self._tickets
-        self._sets[ticket] = asked
-        asked.future.add_done_callback(lambda done: self._abandon(ticket) if done.cancelled() else None)
+        self._promised[ticket] = future
+        future.add_done_callback(lambda done: self._abandon(ticket) if done.cancelled() else None)
         return ticket
 
     def _too_large(self, wanted: Mapping[Key, int]) -> LoraError:
@@ -231,18 +221,17 @@ class LoraCache:
         )
 
     def _admitted(self, ticket: int, to_load: Sequence[Key], deliveries: Deliveries) -> None:
-        entered = self._sets[ticket]
-        entered.is_admitted = True
+        claim = self._policy.claim(ticket)
         self._counts.misses += len(to_load)
-        self._counts.hits += len(entered.keys) - len(to_load)
+        self._counts.hits += len(claim.wanted) - len(to_load)
         for key in to_load:
-            self._to_fetch.put(entered.tenant.name, key)
+            self._to_fetch.put(claim.tenant.name, key)
             self._fetchers.submit(self._fetch)
         self._deliver_loaded(ticket, deliveries)
 
     def _admit_waiting(self, deliveries: Deliveries) -> None:
         mean_s = self._load_s / max(1, self._counts.misses)
-        load_s = mean_s * max((len(waiting.keys) for waiting in self._sets.values()), default=0)
+        load_s = mean_s * max((len(self._policy.claim(ticket).wanted) for ticket in self._promised), default=0)
         self._policy.turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
         for ticket, to_load in self._policy.admit_waiting():
             self._admitted(ticket, to_load, deliveries)
@@ -251,14 +240,12 @@ class LoraCache:
 
     def _deliver_loaded(self, ticket: int, deliveries: Deliveries) -> None:
         """Deliver a set, if it is admitted and in memory."""
-        finished = self._sets[ticket]
-        if not (finished.is_admitted and all(map(self._policy.is_loaded, finished.keys))):
+        if not self._policy.is_ready(ticket):
             return
-        del self._sets[ticket]
-        weights = MappingProxyType({key.name: self._values[key] for key in finished.keys})
-        lease = LoraLease(weights, lambda: self._release(ticket), lambda: self._give_back(ticket, finished))
+        weights = MappingProxyType({key.name: self._values[key] for key in self._policy.claim(ticket).wanted})
+        lease = LoraLease(weights, lambda: self._release(ticket), lambda: self._give_back(ticket))
         self._leases[ticket] = lease
-        deliveries.append((finished.future, lease))
+        deliveries.append((self._promised.pop(ticket), lease))
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -267,23 +254,21 @@ class LoraCache:
             if self._leases.pop(ticket, None) is not None:
                 self._policy.release(ticket)
 
-    def _give_back(self, ticket: int, given: _Set) -> Future[LoraLease] | None:
-        again = _Set(given.keys, given.tenant, Future())
+    def _give_back(self, ticket: int) -> Future[LoraLease] | None:
+        again: Future[LoraLease] = Future()
         with self._change():
             if ticket not in self._policy.asked_back:
                 return None
             self._policy.give_back(ticket, self._promise(again))
             del self._leases[ticket]
-        return again.future
+        return again
 
     def _abandon(self, ticket: int) -> None:
         """Give up a set whose future was cancelled; if it was delivered at the same moment, the delivery releases it
         instead."""
         with self._change():
-            abandoned = self._sets.pop(ticket, None)
-            self._policy.forget(ticket)
-            if abandoned is not None and abandoned.is_admitted:
-                self._policy.release(ticket)
+            if self._promised.pop(ticket, None) is not None:
+                self._policy.withdraw(ticket)
 
     def _fetch(self) -> None:
         """Fetch one file: of the tenant that has waited longest for one."""
@@ -328,14 +313,11 @@ class LoraCache:
             # What was made of a file (factors, programs) holds for one that is loaded again, whose content is the same.
             self._values[key] = replace(value, token=key)
             self._policy.loaded(key, value.nbytes)
-            for ticket in list(self._sets):
+            for ticket in list(self._promised):
                 self._deliver_loaded(ticket, deliveries)
 
     def _failed(self, key: Key, error: EngineError) -> None:
         with self._change() as deliveries:
-            self._policy.failed(key)
-            for ticket, waiting in list(self._sets.items()):
-                if waiting.is_admitted and key in waiting.keys:
-                    del self._sets[ticket]
-                    self._policy.release(ticket)
-                    deliveries.append((waiting.future, error))
+            for ticket in self._policy.failed(key):
+                if (future := self._promised.pop(ticket, None)) is not None:  # it was not closed
+                    deliveries.append((future, error))

@@ -18,9 +18,8 @@ more than `MAX_OVERTAKEN` times. Between tenants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from plait_serving.diffusion.queue.shares import TenantShares
 from plait_serving.diffusion.values import Tenant
@@ -29,9 +28,6 @@ MAX_OVERTAKEN = 8
 
 _PATIENCE = 4.0
 """A set larger than its tenant's share waits so many times as long as its turn lasts, while others keep it out."""
-
-T = TypeVar("T", bound=Hashable)
-"""The key of a set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class _CacheEntry:
 
 
 @dataclass(slots=True)
-class _Claim:
+class Claim:
     """A set that is admitted or waits."""
 
     tenant: Tenant
@@ -60,8 +56,9 @@ class _Claim:
     overtaken: int = 0
 
 
-class CachePolicy(Generic[T]):
-    """The policy that the module docstring describes. `wanted` maps keys to the bytes that they will take.
+class CachePolicy:
+    """The policy that the module docstring describes. `wanted` maps keys to the bytes that they will take; a set has a
+    number, its ticket.
 
     Call `pass_time` before anything else happens at a later moment, and `admit_waiting` after it. `turn_s`: how long a
     turn is."""
@@ -69,11 +66,11 @@ class CachePolicy(Generic[T]):
     def __init__(self, budget_bytes: int, turn_s: float = 1.0) -> None:
         self.budget_bytes = budget_bytes
         self.turn_s = turn_s
-        self.asked_back: frozenset[T] = frozenset()
+        self.asked_back: frozenset[int] = frozenset()
         """The admitted sets that others wait for, as of the last `admit_waiting`."""
         self._entries: dict[Key, _CacheEntry] = {}
-        self._held: dict[T, _Claim] = {}
-        self._waiters: dict[T, _Claim] = {}
+        self._held: dict[int, Claim] = {}
+        self._waiters: dict[int, Claim] = {}
         self._shares = TenantShares()
         self._owed_s = 0.0
         """What sets larger than their share waited for others, less `_PATIENCE` times what they held."""
@@ -88,7 +85,7 @@ class CachePolicy(Generic[T]):
         return sum(entry.nbytes for entry in self._entries.values())
 
     @property
-    def waiting(self) -> tuple[T, ...]:
+    def waiting(self) -> tuple[int, ...]:
         """The tickets of sets that have not been admitted yet, in order."""
         return tuple(self._waiters)
 
@@ -118,25 +115,30 @@ class CachePolicy(Generic[T]):
         self._are_owed = self._owed_s > 1e-9 if self._are_owed else self._owed_s >= max_s - 1e-9
         self._now_s = now_s
 
-    def enter(self, ticket: T, wanted: Mapping[Key, int], tenant: Tenant) -> None:
+    def enter(self, ticket: int, wanted: Mapping[Key, int], tenant: Tenant) -> None:
         """Let a set wait behind its tenant's others, under `ticket`."""
         self._outdate(wanted)
-        self._waiters[ticket] = _Claim(tenant, wanted)
+        self._waiters[ticket] = Claim(tenant, wanted)
 
-    def admit_waiting(self) -> list[tuple[T, tuple[Key, ...]]]:
+    def admit_waiting(self) -> list[tuple[int, tuple[Key, ...]]]:
         """Admit waiting sets as far as there is room for them; return each with what is to be loaded for it."""
         admitted = []
         while (found := self._next()) is not None:
             admitted.append(found)
         return admitted
 
-    def wanted(self, ticket: T) -> Mapping[Key, int]:
-        """Return what a waiting set needs."""
-        return self._waiters[ticket].wanted
+    def claim(self, ticket: int) -> Claim:
+        """Return a set that waits or is admitted."""
+        return self._waiters[ticket] if ticket in self._waiters else self._held[ticket]
 
-    def forget(self, ticket: T) -> None:
-        """Withdraw a waiting set. Unknown tickets are ignored."""
-        self._waiters.pop(ticket, None)
+    def is_ready(self, ticket: int) -> bool:
+        """Return whether a set is admitted, and all of it in memory."""
+        return ticket in self._held and all(map(self.is_loaded, self._held[ticket].wanted))
+
+    def withdraw(self, ticket: int) -> None:
+        """Forget a set that waits, or release it."""
+        if self._waiters.pop(ticket, None) is None:
+            self.release(ticket)
 
     def loaded(self, key: Key, nbytes: int) -> None:
         """Record that a load ended; `nbytes` is its actual size, at most what was reserved."""
@@ -146,19 +148,22 @@ class CachePolicy(Generic[T]):
         entry.nbytes, entry.is_loaded = nbytes, True
         self._make_room(0)
 
-    def failed(self, key: Key) -> None:
-        """Record that a load failed; nothing of it is kept. Sets that waited for it must be released."""
+    def failed(self, key: Key) -> tuple[int, ...]:
+        """Record that a load failed; nothing of it is kept. Return the sets that needed it, which are released."""
         del self._entries[key]
-        for claim in self._held.values():
-            claim.wanted = {other: nbytes for other, nbytes in claim.wanted.items() if other != key}
+        needed = tuple(ticket for ticket, claim in self._held.items() if key in claim.wanted)
+        for ticket in needed:
+            self.release(ticket)
+        return needed
 
-    def release(self, ticket: T) -> None:
+    def release(self, ticket: int) -> None:
         """Release an admitted set. Outdated entries are evicted, and those over the budget."""
         for key in self._held.pop(ticket).wanted:
-            self._entries[key].users -= 1
+            if key in self._entries:  # its load may have failed
+                self._entries[key].users -= 1
         self._make_room(0)
 
-    def give_back(self, ticket: T, again: T) -> None:
+    def give_back(self, ticket: int, again: int) -> None:
         """Release a set that waits again, under the ticket `again`, before its tenant's others."""
         claim = self._held[ticket]
         self.release(ticket)
@@ -172,7 +177,7 @@ class CachePolicy(Generic[T]):
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    def _next(self) -> tuple[T, tuple[Key, ...]] | None:
+    def _next(self) -> tuple[int, tuple[Key, ...]] | None:
         """Admit one set, or say which must be given back for one."""
         self.asked_back = frozenset()
         line, held = self._line(), self._by_tenant()
@@ -203,9 +208,9 @@ class CachePolicy(Generic[T]):
                 return None  # the room that is made is for this one
         return None
 
-    def _line(self) -> dict[T, _Claim]:
+    def _line(self) -> dict[int, Claim]:
         """Return the sets that may be next: each tenant's oldest, and those in memory that may still overtake it."""
-        line: dict[T, _Claim] = {}
+        line: dict[int, Claim] = {}
         overtaken: dict[str, int] = {}
         for ticket, claim in self._waiters.items():
             passed = overtaken.get(claim.tenant.name)
@@ -214,10 +219,10 @@ class CachePolicy(Generic[T]):
             overtaken[claim.tenant.name] = max(passed or 0, claim.overtaken)
         return line
 
-    def _to_ask(self, claim: _Claim, *, spared: Collection[_Claim] = (), also_small: bool = False) -> frozenset[T]:
+    def _to_ask(self, claim: Claim, *, spared: Collection[Claim] = (), also_small: bool = False) -> frozenset[int]:
         """Return the sets to ask for so that one fits, those of tenants with more than their share first; none if that
         is not enough."""
-        asked: list[T] = []
+        asked: list[int] = []
         of = {claim.tenant.name, *(other.tenant.name for other in spared)}
         others = {ticket: one for ticket, one in reversed(self._held.items()) if one.tenant.name not in of}
         for of_all in (False, True)[: 1 + also_small]:
@@ -230,7 +235,7 @@ class CachePolicy(Generic[T]):
                         return frozenset(asked)
         return frozenset()
 
-    def _fits_without(self, asked: Collection[T], claim: _Claim) -> bool:
+    def _fits_without(self, asked: Collection[int], claim: Claim) -> bool:
         stay = self._by_tenant(asked).values()
         abandoned = {k: e.nbytes for k, e in self._entries.items() if not (e.is_loaded or e.users)}
         return _bytes(*stay, abandoned, claim.wanted) <= self.budget_bytes
@@ -238,7 +243,7 @@ class CachePolicy(Generic[T]):
     def _tenants(self) -> dict[str, Tenant]:
         return {claim.tenant.name: claim.tenant for claim in (*self._held.values(), *self._waiters.values())}
 
-    def _by_tenant(self, without: Collection[T] = ()) -> dict[str, dict[Key, int]]:
+    def _by_tenant(self, without: Collection[int] = ()) -> dict[str, dict[Key, int]]:
         """Return what tenants hold; what several of their sets share counts once."""
         held: dict[str, dict[Key, int]] = {}
         for ticket, claim in self._held.items():
@@ -246,11 +251,11 @@ class CachePolicy(Generic[T]):
                 held.setdefault(claim.tenant.name, {}).update(claim.wanted)
         return held
 
-    def _share(self, claim: _Claim) -> float:
+    def _share(self, claim: Claim) -> float:
         """Return the bytes that are the share of a set's tenant."""
         return self.budget_bytes * claim.tenant.weight / sum(tenant.weight for tenant in self._tenants().values())
 
-    def _hold(self, ticket: T) -> None:
+    def _hold(self, ticket: int) -> None:
         """Take a set out of the line."""
         for other, claim in self._waiters.items():
             if other == ticket:

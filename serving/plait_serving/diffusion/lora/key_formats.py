@@ -82,11 +82,15 @@ _MID = re.compile(r"^mid_block\.(resnets|attentions)\.(\d+)\.(.+)$")
 _MID_NUMBER = {("resnets", 0): 0, ("attentions", 0): 1, ("resnets", 1): 2}
 
 
+def format_of(*keys: str) -> LoraFormat:
+    """Return the format that keys of a file, or names of modules, look like."""
+    return next((form for form, start in _STARTS.items() if any(map(start.match, keys))), LoraFormat.PEFT)
+
+
 def format_of_keys(keys: Iterable[str]) -> str:
-    """Return the format that a file's keys look like, by its common name, or "unknown": they are of no LoRA."""
+    """Return the format of a file with these keys, by its common name, or "unknown": they are of no LoRA."""
     adding = [key for key in keys if _ADDS.search(key)]
-    found = (form for form, start in _STARTS.items() if any(start.match(key) for key in adding))
-    return next(found, LoraFormat.PEFT).value if adding else "unknown"
+    return format_of(*adding).value if adding else "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,30 +109,27 @@ class Blocks:
         return cls(len(resnets), with_attention)
 
 
-def spellings(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
+def spellings(component: str, path: str, blocks: Blocks) -> Iterator[str]:
     """Yield every name that files have for a module of a component."""
     if not is_text(component):
         yield from _of_denoiser(component, path, blocks)
         return
     bare = path.removeprefix("text_model.")
     for either in (bare, f"text_model.{bare}"):
-        yield LoraFormat.PEFT, f"{component}.{either}"
+        yield f"{component}.{either}"
         for prefix in _KOHYA_TEXT.get(component, ()):
-            yield LoraFormat.KOHYA, prefix + _flat(either)
+            yield prefix + _flat(either)
         for clip in _CLIPS.get(component, ()):
-            yield LoraFormat.COMFYUI, f"text_encoders.{clip}.transformer.{either}"
-            yield LoraFormat.ONETRAINER, f"{clip}.{either}"
+            yield f"text_encoders.{clip}.transformer.{either}"
+            yield f"{clip}.{either}"  # OneTrainer
 
 
-def original_spellings(name: str) -> Iterator[tuple[LoraFormat, str]]:
+def original_spellings(name: str) -> Iterator[str]:
     """Yield every name that files have for a layer of an original transformer (`published.original_names`)."""
-    if ".processor." in name:
-        yield LoraFormat.XLABS, name
-        yield LoraFormat.XLABS, f"diffusion_model.{name}"
-        return
-    yield LoraFormat.PEFT, name
-    yield LoraFormat.KOHYA, f"lora_unet_{_flat(name)}"
-    yield LoraFormat.COMFYUI, f"diffusion_model.{name}"
+    yield name
+    yield f"diffusion_model.{name}"
+    if ".processor." not in name:  # XLabs' own
+        yield f"lora_unet_{_flat(name)}"
 
 
 def is_text(component: str) -> bool:
@@ -136,19 +137,19 @@ def is_text(component: str) -> bool:
     return component.startswith("text_encoder")
 
 
-def _of_denoiser(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
-    yield LoraFormat.PEFT, f"{component}.{path}"
-    yield LoraFormat.PEFT, path  # `save_attn_procs` wrote files without a prefix
-    yield LoraFormat.KOHYA, f"lora_unet_{_flat(path)}"  # kohya's word for every model that steps
-    yield LoraFormat.SIMPLETUNER, f"lycoris_{_flat(path)}"
+def _of_denoiser(component: str, path: str, blocks: Blocks) -> Iterator[str]:
+    yield f"{component}.{path}"
+    yield path  # `save_attn_procs` wrote files without a prefix
+    yield f"lora_unet_{_flat(path)}"  # kohya's word for every model that steps
+    yield f"lycoris_{_flat(path)}"
     if component != "unet":
-        yield LoraFormat.KOHYA, f"lora_{component}_{_flat(path)}"
-        yield LoraFormat.COMFYUI, f"diffusion_model.{path}"
+        yield f"lora_{component}_{_flat(path)}"
+        yield f"diffusion_model.{path}"
     if original := _original(path, blocks):
-        yield LoraFormat.KOHYA, f"lora_unet_{_flat(original)}"
-        yield LoraFormat.COMFYUI, f"diffusion_model.{original}"
-        yield LoraFormat.ONETRAINER, f"unet.{original}"
-        yield LoraFormat.ONETRAINER, original  # its "original" output has no prefix
+        yield f"lora_unet_{_flat(original)}"
+        yield f"diffusion_model.{original}"
+        yield f"unet.{original}"
+        yield original  # OneTrainer's "original" output has no prefix
 
 
 def _flat(path: str) -> str:

@@ -6,15 +6,12 @@ is added as it is, to a bias or to a weight.
 
 from __future__ import annotations
 
-import bisect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import islice
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
 
@@ -48,7 +45,6 @@ class KeyMeaning:
 
     ref: ModuleRef
     role: TensorRole
-    format: LoraFormat
 
 
 # Kinds of files that are not read, by what only their keys contain. Names as their authors use them.
@@ -106,7 +102,6 @@ _ROLES: tuple[tuple[str, TensorRole], ...] = (
     *((suffix, TensorRole.DIFFERENCE) for suffix in _OF_BIAS),
 )
 _ADDS = frozenset({TensorRole.UP, TensorRole.DIFFERENCE})
-_COMPARED = 64  # keys, of those that match nothing
 
 # The oldest diffusers files name attention processors: UNet to_out is layer 0 of a Sequential, CLIP says q_proj.
 _OLD_UNET = {"to_out": "to_out.0"}
@@ -128,11 +123,10 @@ def reject_unsupported(found: Mapping[str, KeyMeaning | None], *, has_config: bo
 
 def other_model(keys: Iterable[str], targets: LoraTargets) -> str | None:
     """Return which other model keys that match nothing are made for, as far as their names tell."""
-    own = {name for names in targets.names.values() for name in names}
     keys = list(keys)
     for pattern, model in _OTHERS:
         found = re.compile(pattern).search
-        if any(map(found, keys)) and not any(map(found, own)):
+        if any(map(found, keys)) and not any(map(found, targets.names)):
             return model
     return None
 
@@ -143,9 +137,9 @@ def meaning(key: str, targets: LoraTargets) -> KeyMeaning | None:
     found = _find(stem, targets)
     if found is None or role is None:
         return None
-    ref = found[0]._replace(parameter="bias" if key.endswith(_OF_BIAS) else "weight")
+    ref = found._replace(parameter="bias" if key.endswith(_OF_BIAS) else "weight")
     is_there = ref in (targets.parameters if role is TensorRole.DIFFERENCE else targets.shapes)
-    return KeyMeaning(ref, role, found[1]) if is_there else None
+    return KeyMeaning(ref, role) if is_there else None
 
 
 def may_add_nothing(key: str) -> bool:
@@ -159,23 +153,6 @@ def adds(key: str) -> bool:
     return _parts(key)[1] in _ADDS
 
 
-def nearest_format(keys: Collection[str], targets: LoraTargets) -> LoraFormat:
-    """Return the format whose names begin most like `keys`, which are of none."""
-    tables = {form: sorted(names) for form, names in targets.names.items()}
-    sample = list(islice(keys, _COMPARED))
-    return max(tables, key=lambda form: sum(_alike(key, tables[form]) for key in sample))
-
-
-def _alike(key: str, names: list[str]) -> int:
-    """Return how many characters `key` begins with as one of the sorted names does."""
-    place = bisect.bisect(names, key)
-    return max((_common(key, name) for name in names[max(0, place - 1) : place + 1]), default=0)
-
-
-def _common(one: str, other: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def _parts(key: str) -> tuple[str, TensorRole | None]:
     """Return a key's name for its module, and its role there; None: it has none that is known."""
     plain = _PEFT_ENDING.sub(r".\1.weight", key.removeprefix(_PEFT_START))
@@ -185,15 +162,10 @@ def _parts(key: str) -> tuple[str, TensorRole | None]:
     return plain, None
 
 
-def _find(stem: str, targets: LoraTargets) -> tuple[ModuleRef, LoraFormat] | None:
+def _find(stem: str, targets: LoraTargets) -> ModuleRef | None:
     """Return the module that a name means, also as `unet....attn1.processor.to_q` and in other old spellings."""
-    for spelling in (stem, stem.replace(".processor.", ".")):
-        if found := targets.find(spelling):
-            return found
-    stem = stem.replace(".processor.", ".")
-    parent, _, leaf = stem.rpartition(".")
+    plain = stem.replace(".processor.", ".")
+    parent, _, leaf = plain.rpartition(".")
     leaf = leaf.removesuffix("_lora")
-    for table in (_OLD_UNET, _OLD_CLIP):
-        if found := targets.find(f"{parent}.{table.get(leaf, leaf)}"):
-            return found
-    return None
+    old = (f"{parent}.{table.get(leaf, leaf)}" for table in (_OLD_UNET, _OLD_CLIP))
+    return next((targets.names[name] for name in (stem, plain, *old) if name in targets.names), None)

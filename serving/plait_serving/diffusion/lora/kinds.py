@@ -31,46 +31,8 @@ Rows: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Factor:
-    """One module's share of a LoRA: `up @ down`. `down (r, D)` and `up (o, r)` in the file's dtype, finite, on the CPU.
-
-    Its `bound` is of rows of up times columns of down (Cauchy-Schwarz).
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-    alpha: float
-    bound: float
-    magnitude: torch.Tensor | None = None
-    by_input: bool = False
-
-    @property
-    def rank(self) -> int:
-        """The rank r."""
-        return self.down.shape[0]
-
-    @property
-    def row_rank(self) -> int | None:
-        """The rank that it has as an input of a step; None: it cannot be one, as a DoRA changes every number."""
-        return self.rank if self.magnitude is None else None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(o, D)."""
-        return self.up.shape[0], self.down.shape[1]
-
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return down and up whose product it is."""
-        return self.down, self.up
-
-    def product(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the product `(o, D)` with the dtype and on the device of `like`."""
-        return self.up.to(like) @ self.down.to(like)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileMatrix:
-    """A matrix as a LoHa or LoKr file has it: `left (o, r) @ right (r, ...)`, or `right` alone, or, with a Tucker `core
+    """A matrix as a file has it: `left (o, r) @ right (r, ...)`, or `right` alone, or, with a Tucker `core
     (r, s, kh, kw)`, of `left (r, o)` and `right (s, i)`."""
 
     right: torch.Tensor
@@ -100,24 +62,27 @@ class FileMatrix:
             return self.left.to(like) @ right.flatten(1)
         return torch.einsum("abhw,bi,ao->oihw", self.core.to(like), right, self.left.to(like)).flatten(1)
 
-    def pair(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two matrices whose product it is; one of them the identity if it is no product."""
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two matrices in float32 whose product it is; one of them the identity if it is no product."""
         if self.left is not None and self.core is None:
-            return self.left.to(like), self.right.to(like).flatten(1)
-        whole = self.made(like)
-        one = torch.eye(self.rank).to(like)
+            return self.left.float(), self.right.float().flatten(1)
+        whole, one = self.made(torch.empty(0)), torch.eye(self.rank)
         return (whole, one) if whole.shape[1] == self.rank else (one, whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PairFactor:
-    """One module's share whose product is made of two matrices: of a LoHa multiplied number by number, of a LoKr their
-    Kronecker product. `rank`: what alpha is divided by. `rows`: those of the product that it is, none means all: where
-    a layer of the file is several here, one cannot cut its matrices wherever one likes."""
+class Factor:
+    """One module's share of a file: of a LoRA, or of a difference that is added as it is, the `first` matrix; of a LoHa
+    two multiplied number by number; of a LoKr their Kronecker product. The numbers are finite, in the file's dtype, on
+    the CPU.
+
+    `rank`: what alpha is divided by. `rows`: those of the product that it is, none means all: where a layer of the file
+    is several here, one cannot cut its matrices wherever one likes.
+    """
 
     first: FileMatrix
-    second: FileMatrix
-    is_kronecker: bool
+    second: FileMatrix | None = None
+    is_kronecker: bool = False
     alpha: float
     rank: int
     bound: float
@@ -126,37 +91,54 @@ class PairFactor:
     rows: Rows = ()
 
     @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Up `(o, r)` and down `(r, D)`, if it is nothing but a LoRA."""
+        if self.first.left is None or self.second is not None or self.magnitude is not None:
+            return None
+        return self.first.left, self.first.right.flatten(1)
+
+    @property
     def row_rank(self) -> int | None:
-        """The product of the matrices' ranks: `(A B) * (C D)` has a column for each pair of theirs, and so has their
-        Kronecker product, by the mixed-product rule. None beyond `MAX_ROW_RANK`, and of a DoRA."""
-        rank = self.first.rank * self.second.rank
-        return rank if rank <= MAX_ROW_RANK and self.magnitude is None else None
+        """The rank that it has as an input of a step; None: it cannot be one, as a DoRA changes every number.
+
+        Of two matrices it is the product of theirs: `(A B) * (C D)` has a column for each pair of theirs, and so has
+        their Kronecker product, by the mixed-product rule. Only a LoRA has one beyond `MAX_ROW_RANK`.
+        """
+        rank = self.first.rank * (1 if self.second is None else self.second.rank)
+        is_small = rank <= MAX_ROW_RANK and self.magnitude is None
+        return rank if is_small or self.plain else None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(o, D)."""
-        (a, b), (c, d) = self.first.shape, self.second.shape
-        height, width = (a * c, b * d) if self.is_kronecker else (a, b)
+        height, width = self.first.shape
+        if self.second is not None and self.is_kronecker:
+            height, width = height * self.second.shape[0], width * self.second.shape[1]
         return sum(end - start for start, end in self.rows) if self.rows else height, width
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
-        (a, b), (c, d) = self.first.pair(_SINGLE), self.second.pair(_SINGLE)
-        if self.is_kronecker:
-            return torch.kron(b, d), _section(torch.kron(a, c), self.rows)
-        up = (a[:, :, None] * c[:, None, :]).flatten(1)
-        return (b[:, None, :] * d[None, :, :]).flatten(0, 1), _section(up, self.rows)
+        up, down = self.first.pair()
+        if self.second is not None:
+            c, d = self.second.pair()
+            if self.is_kronecker:
+                up, down = torch.kron(up, c), torch.kron(down, d)
+            else:
+                up = (up[:, :, None] * c[:, None, :]).flatten(1)
+                down = (down[:, None, :] * d[None, :, :]).flatten(0, 1)
+        return down, _section(up, self.rows)
 
     def product(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the product `(o, D)`: a kernel is the last part of the second matrix's columns, as of the weight's."""
-        first, second = self.first.made(like), self.second.made(like)
-        return _section(torch.kron(first, second.contiguous()) if self.is_kronecker else first * second, self.rows)
+        """Return the product `(o, D)` with the dtype and on the device of `like`: a kernel is the last part of the
+        second matrix's columns, as of the weight's."""
+        made = self.first.made(like)
+        if self.second is not None:
+            second = self.second.made(like)
+            made = torch.kron(made, second.contiguous()) if self.is_kronecker else made * second
+        return _section(made, self.rows)
 
 
-AnyFactor: TypeAlias = Factor | PairFactor
-
-
-def section(factor: AnyFactor, rows: Rows) -> AnyFactor:
+def section(factor: Factor, rows: Rows) -> Factor:
     """Return what a factor adds to these rows of its weight. Raises `LoraError` for a DoRA whose norms span all rows.
 
     Of a LoRA it has the ranks that these rows use: what a trainer split is one layer in its file, where each part has
@@ -165,13 +147,14 @@ def section(factor: AnyFactor, rows: Rows) -> AnyFactor:
     if factor.by_input:
         raise LoraError("a DoRA with a norm for each input, of a layer that is several here, is not read")
     magnitude = None if factor.magnitude is None else _section(factor.magnitude, rows)
-    if isinstance(factor, PairFactor):
+    if factor.second is not None or factor.first.left is None:
         return replace(factor, rows=rows, magnitude=magnitude)
-    up, down = _section(factor.up, rows), factor.down
+    up, down = _section(factor.first.left, rows), factor.first.right
     used = up.any(dim=0)
     if used.any() and not used.all():
         up, down = up[:, used], down[used]
-    return replace(factor, up=up, down=down, alpha=factor.alpha * len(down) / factor.rank, magnitude=magnitude)
+    alpha = factor.alpha * len(down) / factor.rank
+    return replace(factor, first=FileMatrix(left=up, right=down), rank=len(down), alpha=alpha, magnitude=magnitude)
 
 
 def _section(matrix: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -180,10 +163,7 @@ def _section(matrix: torch.Tensor, rows: Rows) -> torch.Tensor:
     return matrix[slice(*rows[0])] if rows else matrix
 
 
-_SINGLE = torch.empty(0)
-
-
-def merged_in_turn(pristine: torch.Tensor, factors: Sequence[tuple[AnyFactor, float]]) -> torch.Tensor:
+def merged_in_turn(pristine: torch.Tensor, factors: Sequence[tuple[Factor, float]]) -> torch.Tensor:
     """Return a weight with factors of any kinds and their c, one after the other; a new tensor like `pristine`. It may
     hold NaN or infinity."""
     wide = torch.promote_types(pristine.dtype, torch.float32)

@@ -21,7 +21,7 @@ from plait_kernels.devices import synchronize
 from plait_kernels.lora_merge import MergeOp, Term, is_finite
 from plait_kernels.registry import load
 from plait_serving.diffusion.errors import LoraError, OutOfMemory
-from plait_serving.diffusion.lora.kinds import AnyFactor, Factor, merged_in_turn
+from plait_serving.diffusion.lora.kinds import Factor, merged_in_turn
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import ModuleRef, layers_of, live_parameter
 from plait_serving.diffusion.values import LoraSet
@@ -52,7 +52,7 @@ class _Rewrite:
     ref: ModuleRef
     weight: torch.Tensor
     recipe: Recipe
-    factors: tuple[tuple[AnyFactor, float], ...]
+    factors: tuple[tuple[Factor, float], ...]
 
 
 class Merger:
@@ -107,7 +107,7 @@ class Merger:
 
     def _plan(self, target: LoraSet, weights: Mapping[str, LoadedLora]) -> list[_Rewrite]:
         """Return the weights whose recipe changes, after taking pristine copies of them."""
-        factors: dict[ModuleRef, list[tuple[AnyFactor, float]]] = {}
+        factors: dict[ModuleRef, list[tuple[Factor, float]]] = {}
         recipes: dict[ModuleRef, Recipe] = {}
         for lora in target:
             if lora.name not in weights:
@@ -126,7 +126,7 @@ class Merger:
             self._keep_pristine(ref)
         return [_Rewrite(ref, self._weight(ref), recipes.get(ref, ()), tuple(factors.get(ref, ()))) for ref in changed]
 
-    def _check_fits(self, name: str, ref: ModuleRef, factor: AnyFactor) -> None:
+    def _check_fits(self, name: str, ref: ModuleRef, factor: Factor) -> None:
         if ref not in self._modules:
             raise LoraError(f"LoRA {name!r} touches {ref}, which this model does not have", param="loras")
         weight = self._weight(ref)
@@ -204,5 +204,5 @@ def _largest(weight: torch.Tensor) -> float:
 
 def _terms(rewrite: _Rewrite) -> list[Term] | None:
     """Return what the merge kernel takes; None: not all of the set are plain LoRAs."""
-    plain = [(it, c) for it, c in rewrite.factors if isinstance(it, Factor) and it.magnitude is None]
-    return [Term(up=it.up, down=it.down, c=c) for it, c in plain] if len(plain) == len(rewrite.factors) else None
+    terms = [Term(up=plain[0], down=plain[1], c=c) for it, c in rewrite.factors if (plain := it.plain)]
+    return terms if len(terms) == len(rewrite.factors) else None

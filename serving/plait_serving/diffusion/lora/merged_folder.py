@@ -15,19 +15,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families import components as components_in
-from plait_serving.diffusion.loading import load_module
+from plait_serving.diffusion.families import open_family
+from plait_serving.diffusion.families.encoders import SharedEncoders
+from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
-from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef, live_parameter
-from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.lora.targets import ModuleRef, live_parameter
+from plait_serving.diffusion.memory import check_memory
+from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.sources.parts import copy_parts
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.sources.staging import new_folder, require_new_folder
 from plait_serving.diffusion.values import LoraRef
-from plait_serving.diffusion.weight_files import WeightFiles, find_weights
+from plait_serving.diffusion.weight_files import WeightFiles
 
-_CPU = torch.device("cpu")
 _CONFIG = "config.json"
 
 
@@ -67,14 +68,16 @@ def write_merged(
     """
     require_new_folder(out)
     folder = resolve_source(source, revision, config=config)
-    components = components_in(folder)
-    targets = LoraTargets.of(components)
-    loaded = {lora.name: parse(lora.name, lora.path, targets) for lora in loras}
+    settings = EngineSettings(
+        model=folder, dtype="float32", device="cpu", executor=ExecutorName.TORCH, safety_checker=False
+    )
+    family = open_family(folder, settings, Host(knobs=lambda: settings.knobs, encoders=SharedEncoders()))
+    loaded = {lora.name: parse(lora.name, lora.path, family.lora_targets) for lora in loras}
     touched = {ref.component for lora in loaded.values() for ref in lora.factors}
-    files = {name: find_weights(folder / name) for name in components if name in touched}
-    need = MemoryNeed.of([(part, part.stored_dtype) for part in files.values()] * 2)
-    check_memory(str(folder), need, _CPU)
-    modules = {name: load_module(type(components[name]), part, part.stored_dtype, _CPU) for name, part in files.items()}
+    parts = {name: part for name, part in family.parts.items() if name in touched}
+    files = {name: part.files for name, part in parts.items()}
+    check_memory(str(folder), 2 * sum(part.nbytes_as(part.stored_dtype) for part in files.values()), family.device)
+    modules = {name: part.mapped() for name, part in parts.items()}
     merger = Merger(modules)
     merger.switch(tuple(LoraRef(name=lora.name, scale=lora.scale) for lora in loras), loaded)
     with new_folder(out, needed_bytes=_size_bytes(folder)) as staged:

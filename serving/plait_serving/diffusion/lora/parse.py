@@ -16,17 +16,16 @@ from typing import NamedTuple
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
-from plait_serving.diffusion.lora.key_formats import LoraFormat, is_text
+from plait_serving.diffusion.lora.key_formats import format_of, is_text
 from plait_serving.diffusion.lora.keys import (
     TensorRole,
     adds,
     may_add_nothing,
     meaning,
-    nearest_format,
     other_model,
     reject_unsupported,
 )
-from plait_serving.diffusion.lora.kinds import AnyFactor, section
+from plait_serving.diffusion.lora.kinds import Factor, section
 from plait_serving.diffusion.lora.listing import ADAPTER_FILE
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
@@ -45,8 +44,7 @@ class LoadedLora:
     """A parsed LoRA file in host memory. Equal tokens mean equal content."""
 
     name: str
-    format: LoraFormat
-    factors: Mapping[ModuleRef, AnyFactor]
+    factors: Mapping[ModuleRef, Factor]
     nbytes: int
     token: Hashable = field(default_factory=object)
 
@@ -63,7 +61,6 @@ class LoraPlan(NamedTuple):
     not used.
     """
 
-    format: LoraFormat
     parts: Mapping[ModuleRef, Mapping[TensorRole, str]]
     rules: AlphaRules
     beyond: tuple[str, ...]
@@ -80,7 +77,7 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
         if header != looked_at:
             agreed = plan(header, targets, config)  # of the very bytes that were read
         _check_adds_nothing(agreed, header, data, targets)
-        factors: dict[ModuleRef, AnyFactor] = {}
+        factors: dict[ModuleRef, Factor] = {}
         for ref, roles in agreed.parts.items():
             tensors = {role: container.tensor(header, data, key) for role, key in roles.items()}
             whole = reading.factor(ref, tensors, agreed.rules)
@@ -90,7 +87,7 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
         raise LoraError(f"LoRA {name!r}: {error.message}", param="loras") from error
     if agreed.embeddings:
         _tell_of_embeddings(name, agreed.embeddings)
-    return LoadedLora(name=name, format=agreed.format, factors=MappingProxyType(factors), nbytes=len(data))
+    return LoadedLora(name=name, factors=MappingProxyType(factors), nbytes=len(data))
 
 
 def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | None = None) -> LoraPlan:
@@ -105,23 +102,22 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     if len(unknown) == len(keys) or not all(unknown.values()):
         raise _unmatched([key for key, excused in unknown.items() if not excused] or unknown, keys, targets)
     parts: dict[ModuleRef, dict[TensorRole, str]] = {}
-    formats = set()
     for key, what in found.items():
         if what is None:
             continue
-        formats.add(what.format)
         roles = parts.setdefault(what.ref, {})
         if what.role in roles:
             raise LoraError(f"{roles[what.role]} and {key} both mean {what.ref}")
         roles[what.role] = key
     _check_apart(parts, targets)
+    formats = {format_of(key) for key, what in found.items() if what is not None}
     if len(formats) > 1:
         titles = sorted((form.title for form in formats), key=str.casefold)
         raise LoraError(f"the file mixes {' and '.join(titles)} keys")
     rules = config or AlphaRules.of(header.metadata)
     for ref, roles in parts.items():
         reading.check(ref, roles, header, targets.parameters[ref], rules)
-    return LoraPlan(formats.pop(), parts, rules, beyond=tuple(unknown), embeddings=tuple(dict.fromkeys(bundled)))
+    return LoraPlan(parts, rules, beyond=tuple(unknown), embeddings=tuple(dict.fromkeys(bundled)))
 
 
 def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: LoraTargets) -> None:
@@ -145,7 +141,7 @@ def _check_adds_nothing(agreed: LoraPlan, header: container.Header, data: bytear
 def _unmatched(unmatched: Iterable[str], keys: Collection[str], targets: LoraTargets) -> LoraError:
     unmatched = sorted(unmatched)
     other = other_model(unmatched, targets)
-    layout = f"the nearest layout is that of {nearest_format(unmatched, targets).title}"
+    layout = f"the nearest layout is that of {format_of(*unmatched).title}"
     return LoraError(
         f"{len(unmatched)} of {len(keys)} keys match nothing in this model "
         f"({layout if other is None else f'the file is for {other}'}): {listed(unmatched)}"

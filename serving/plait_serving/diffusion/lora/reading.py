@@ -15,7 +15,7 @@ import torch
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container
 from plait_serving.diffusion.lora.keys import TensorRole
-from plait_serving.diffusion.lora.kinds import AnyFactor, Factor, FileMatrix, PairFactor
+from plait_serving.diffusion.lora.kinds import Factor, FileMatrix
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import ModuleRef
 
@@ -36,6 +36,7 @@ class _Names(NamedTuple):
     core: TensorRole | None
 
 
+_LORA = (_Names(None, TensorRole.UP, TensorRole.DOWN, None),)
 _LOHA = (
     _Names(None, TensorRole.HADA_W1_A, TensorRole.HADA_W1_B, TensorRole.HADA_T1),
     _Names(None, TensorRole.HADA_W2_A, TensorRole.HADA_W2_B, TensorRole.HADA_T2),
@@ -73,12 +74,11 @@ def check(ref: ModuleRef, keys: Keys, header: container.Header, base: tuple[int,
     _check_magnitude(ref, keys, header, base, rules)
 
 
-def factor(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> AnyFactor:
+def factor(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:
     """Return what a module's checked tensors make. Raises `LoraError` for numbers that are no weights."""
     if TensorRole.DIFFERENCE in tensors:
         return _difference(ref, tensors[TensorRole.DIFFERENCE])
-    is_lora = TensorRole.DOWN in tensors
-    found = _lora(ref, tensors, rules) if is_lora else _product_of_two(ref, tensors, rules)
+    found = _product(ref, tensors, rules)
     for role in (TensorRole.MAGNITUDE, TensorRole.DORA_SCALE):
         if role in tensors:
             magnitude = tensors[role]
@@ -115,18 +115,10 @@ def _made_for(ref: ModuleRef, down: tuple[int, ...], base: tuple[int, ...]) -> s
     return _WIDTHS.get(down[1]) if base[1] in _WIDTHS and down[1] != base[1] else None
 
 
-def _lora(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:
-    down, up = tensors[TensorRole.DOWN].flatten(1), tensors[TensorRole.UP].flatten(1)
-    rank = down.shape[0]
-    return Factor(down=down, up=up, alpha=_alpha(ref, tensors, rank, rules), bound=_bound(ref, up, down))
-
-
-def _difference(ref: ModuleRef, tensor: torch.Tensor) -> PairFactor:
-    """Return what adds a tensor as it is: its Kronecker product with 1."""
+def _difference(ref: ModuleRef, tensor: torch.Tensor) -> Factor:
+    """Return what adds a tensor as it is."""
     whole = FileMatrix(right=tensor.reshape(len(tensor), -1))
-    one = FileMatrix(right=torch.ones(1, 1, dtype=tensor.dtype))
-    bound = _largest(ref, tensor)
-    return PairFactor(first=one, second=whole, is_kronecker=True, alpha=1.0, rank=1, bound=bound)
+    return Factor(first=whole, alpha=1.0, rank=1, bound=_largest(ref, tensor))
 
 
 # ---- LoHa and LoKr --------------------------------------------------------------------------------------------------
@@ -182,15 +174,21 @@ def _complete(ref: ModuleRef, names: _Names, found: Collection[TensorRole | None
         raise LoraError(f"{ref} has no {' and no '.join(missing)}, but {', '.join(sorted(keys.values()))}")
 
 
-def _product_of_two(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> PairFactor:
-    is_loha = bool(tensors.keys() & _LOHA_ROLES)
-    first, second = (_matrix(tensors, names) for names in (_LOHA if is_loha else _LOKR))
-    bound = _matrix_bound(ref, first) * _matrix_bound(ref, second)
+def _product(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:
+    kind = _LORA if TensorRole.DOWN in tensors else _LOHA if tensors.keys() & _LOHA_ROLES else _LOKR
+    first, *others = (_matrix(tensors, names) for names in kind)
     # What alpha is divided by. Where both matrices are whole, LyCORIS does not divide; PEFT takes its configured rank.
-    rank = next((matrix.right.shape[0] for matrix in (second, first) if matrix.left is not None), None)
+    rank = next((matrix.right.shape[0] for matrix in (*others, first) if matrix.left is not None), None)
     rank = rules.rank(ref) if rank is None else rank
     alpha, rank = (1.0, 1) if rank is None else (_alpha(ref, tensors, rank, rules), rank)
-    return PairFactor(first=first, second=second, is_kronecker=not is_loha, alpha=alpha, rank=rank, bound=bound)
+    return Factor(
+        first=first,
+        second=others[0] if others else None,
+        is_kronecker=kind is _LOKR,
+        alpha=alpha,
+        rank=rank,
+        bound=math.prod(_matrix_bound(ref, matrix) for matrix in (first, *others)),
+    )
 
 
 def _matrix(tensors: Tensors, names: _Names) -> FileMatrix:
@@ -255,7 +253,8 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _bound(ref: ModuleRef, up: torch.Tensor, down: torch.Tensor) -> float:
-    """Return `Factor.bound`, infinite if fp32 cannot hold it. Raises `LoraError` for NaN or infinity in the factors."""
+    """Return at least every number of `up @ down`, of rows of up times columns of down (Cauchy-Schwarz); infinite if
+    fp32 cannot hold it. Raises `LoraError` for NaN or infinity in the factors."""
     bound = float(_max_norm(up, dim=1)) * float(_max_norm(down, dim=0))
     if math.isfinite(bound):
         return bound * 1.001  # the norms themselves were rounded

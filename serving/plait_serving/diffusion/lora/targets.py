@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plait_serving.diffusion.lora.key_formats import Blocks, LoraFormat, is_text, original_spellings, spellings
+from plait_serving.diffusion.lora.key_formats import Blocks, is_text, original_spellings, spellings
 from plait_serving.diffusion.lora.kinds import Rows
 from plait_serving.diffusion.published.original_names import original_layers
 
@@ -41,13 +41,13 @@ class LoraTargets:
     `(o, i, kh, kw)`. `parameters` are of all that a difference of the same shape may be added to: these, biases `(o,)`,
     and the weights of norms.
 
-    `names` maps each format's spellings (with their component's prefix) to the modules. Some of these are layers of the
+    `names` maps all formats' spellings (with their component's prefix) to the modules. Some of these are layers of the
     original model that are several here: `joined` has, for each of their weights and biases, the parts with their rows.
     """
 
     shapes: Mapping[ModuleRef, tuple[int, ...]]
     parameters: Mapping[ModuleRef, tuple[int, ...]]
-    names: Mapping[LoraFormat, Mapping[str, ModuleRef]]
+    names: Mapping[str, ModuleRef]
     joined: Mapping[ModuleRef, Mapping[ModuleRef, Rows]]
 
     @classmethod
@@ -60,10 +60,9 @@ class LoraTargets:
             if ref.parameter == "weight" and _is_mergeable(module):
                 shapes[ref] = parameters[ref]
         blocks = Blocks.of([ref.module for ref in parameters if not is_text(ref.component)])
-        names: dict[LoraFormat, dict[str, ModuleRef]] = {form: {} for form in LoraFormat}
+        names: dict[str, ModuleRef] = {}
         for component, path in {(ref.component, ref.module): None for ref in parameters}:
-            for form, name in spellings(component, path, blocks):
-                names[form][name] = ModuleRef(component, path)
+            names |= dict.fromkeys(spellings(component, path, blocks), ModuleRef(component, path))
         joined: dict[ModuleRef, Mapping[ModuleRef, Rows]] = {}
         steps = next((component for component in components if not is_text(component)), "")
         for layer in original_layers([ref.module for ref in parameters if ref.component == steps]):
@@ -78,12 +77,12 @@ class LoraTargets:
                         rows = sum(parameters[part][0] for part in parts)
                         parameters[whole] = (rows, *parameters[parts[0]][1:])
                 shapes[mine] = parameters[mine]
-            for form, name in original_spellings(layer.name):
-                names[form].setdefault(name, mine)
+            for name in original_spellings(layer.name):
+                names.setdefault(name, mine)
         return cls(
             shapes=MappingProxyType(shapes),
             parameters=MappingProxyType(parameters),
-            names=MappingProxyType({form: MappingProxyType(table) for form, table in names.items()}),
+            names=MappingProxyType(names),
             joined=MappingProxyType(joined),
         )
 
@@ -91,10 +90,6 @@ class LoraTargets:
     def denoiser(self) -> str:
         """The component that steps run."""
         return next(ref.component for ref in self.parameters if not is_text(ref.component))
-
-    def find(self, name: str) -> tuple[ModuleRef, LoraFormat] | None:
-        """Return the module of that name, and whose spelling it is; None: nobody's."""
-        return next(((table[name], form) for form, table in self.names.items() if name in table), None)
 
 
 def _rows(

@@ -9,7 +9,7 @@ import pytest
 
 from fakes.engine import key_of, size_of
 from plait_serving.diffusion.families.factors import FactorStore
-from plait_serving.diffusion.lora.parse import LoadedLora, LoraFormat
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
@@ -105,7 +105,7 @@ def test_files_that_were_loaded_are_not_remembered_for_ever() -> None:
             return "layer"
 
     def file() -> LoadedLora:
-        return LoadedLora(name="a", format=LoraFormat.PEFT, factors={Layer(): None}, nbytes=0)
+        return LoadedLora(name="a", factors={Layer(): None}, nbytes=0)
 
     store, first = FactorStore("unet"), file()
     for one in (first, first, *(file() for _ in range(KEPT)), first):

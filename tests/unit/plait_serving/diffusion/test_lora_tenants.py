@@ -63,7 +63,7 @@ class World(Virtual):
 
     def take(self, calls):
         until_s = time.monotonic() + WAIT_S
-        while any(pending.is_admitted for pending in list(self.cache._sets.values())):
+        while any(ticket in self.cache._policy._held for ticket in list(self.cache._promised)):
             assert time.monotonic() < until_s
             time.sleep(0.0005)
         with self.cache._lock:

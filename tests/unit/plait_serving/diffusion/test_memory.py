@@ -15,17 +15,11 @@ from plait_serving.diffusion import memory
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
-from plait_serving.diffusion.memory import (
-    PROCESS_BYTES,
-    MemoryNeed,
-    available_bytes,
-    cgroup_bytes,
-    check_memory,
-    pixels_that_fit,
-)
+from plait_serving.diffusion.families.unet.controlnet import load_controlnet
+from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes, cgroup_bytes, check_memory, pixels_that_fit
 from plait_serving.diffusion.models.model import image_limits
 from plait_serving.diffusion.weight_files import find_weights
+from support.bundles import load_bundle
 from support.families import opened
 from support.tiny import tiny_sd
 from support.tiny_flow import tiny_flux
@@ -34,28 +28,26 @@ CPU = torch.device("cpu")
 GB = 1_000_000_000
 
 
-def test_a_need_is_the_weights_in_their_dtype_and_an_allowance(tiny_sd_folder):
-    """Every part in its own dtype."""
+def test_weights_take_what_their_dtype_takes(tiny_sd_folder):
+    """Every part in its own, whatever the files have."""
     unet, vae = (find_weights(tiny_sd_folder / part) for part in ("unet", "vae"))
     stored = {part: load_file(next((tiny_sd_folder / part).glob("*.safetensors"))) for part in ("unet", "vae")}
     counts = {part: sum(tensor.numel() for tensor in tensors.values()) for part, tensors in stored.items()}
-    need = MemoryNeed.of([(unet, torch.bfloat16), (vae, torch.float32)], activation_bytes=1000)
-    assert need.weights_bytes == 2 * counts["unet"] + 4 * counts["vae"]
-    assert need.allowance_bytes == PROCESS_BYTES + 1000
-    assert need.total_bytes == need.weights_bytes + need.allowance_bytes
+    assert unet.nbytes_as(torch.bfloat16) == 2 * counts["unet"]
+    assert vae.nbytes_as(torch.float32) == 4 * counts["vae"]
 
 
 def test_what_is_needed_is_said_before_loading(monkeypatch, caplog):
     """As much as there is suffices; one byte less is one sentence with both numbers."""
-    need = MemoryNeed(weights_bytes=5 * GB, allowance_bytes=2 * GB)
+    working_bytes = 2 * GB - PROCESS_BYTES
     monkeypatch.setattr(memory, "available_bytes", lambda _: 7 * GB)
     with caplog.at_level(logging.INFO):
-        check_memory("some/model", need, CPU)
+        check_memory("some/model", 5 * GB, CPU, working_bytes=working_bytes)
     told = "some/model needs 7.00 GB of memory (5.00 GB of weights and 2.00 GB to work with); 7.00 GB are available"
     assert caplog.messages == [told]
     monkeypatch.setattr(memory, "available_bytes", lambda _: 3 * GB)
     with pytest.raises(ModelError) as caught:
-        check_memory("some/model", need, CPU)
+        check_memory("some/model", 5 * GB, CPU, working_bytes=working_bytes)
     assert caught.value.message == told.replace("; 7.00", "; 3.00")
 
 
@@ -66,11 +58,11 @@ def test_a_model_that_does_not_fit_is_not_loaded(monkeypatch, tiny_sd_folder, ti
         raise AssertionError("loaded all the same")
 
     monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
-    monkeypatch.setattr("plait_serving.diffusion.families.unet.bundle.load_module", refuse)
-    for load, folder in ((load_bundle, tiny_sd_folder), (load_controlnet, tiny_sd_controlnets[0])):
-        with pytest.raises(ModelError, match=r"needs .* are available") as caught:
-            load(folder)
-        assert str(folder) in caught.value.message
+    monkeypatch.setattr("plait_serving.diffusion.families.encoders.load_module", refuse)
+    with pytest.raises(ModelError, match=rf"{tiny_sd_folder} needs .* are available"):
+        opened(tiny_sd_folder).load()
+    with pytest.raises(ModelError, match=rf"{tiny_sd_controlnets[0]} needs .* are available"):
+        load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("free", "pixels"), [(0, 64), (63_999, 64), (80_000, 80), (10**9, 400)])

@@ -12,11 +12,11 @@ import torch
 from plait_serving.diffusion import prompt_syntax
 from plait_serving.diffusion.admission import check_takes
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens, word_ids
+from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, word_ids
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
+from support.bundles import load_bundle
 from support.denoise import make_request, prepared
 from support.families import opened
 
@@ -226,7 +226,8 @@ def naive(bundle, encoder, parts: list[list[tuple[str, float]]]) -> torch.Tensor
             assert len(words) <= 75
             padding = 75 - len(words)
             ids = [tokenizer.bos_token_id, *(word for word, _ in words), tokenizer.eos_token_id]
-            hidden = encoder._encode_ids(index, (*ids, *[tokenizer.pad_token_id] * padding), 0).hidden.double()
+            call = encoder.call(index, Chunk((*ids, *[tokenizer.pad_token_id] * padding)), 0)
+            hidden = bundle.encoders.run(call).hidden.double()
             weights = torch.tensor([1.0, *(weight for _, weight in words), 1.0, *[1.0] * padding]).double()
             scaled = hidden * weights[None, :, None]
             chunks.append(scaled * hidden.mean() / scaled.mean())

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, warm_up
 from plait_serving.diffusion.errors import ControlNetUnavailable
-from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from support.families import opened
 
 
@@ -23,7 +23,7 @@ def test_a_warm_up_runs_each_code_path_once_as_small_as_can_be(tiny_sd_folder):
     it = engine(tiny_sd_folder, requests.append, {"edges": Mock(), "colors": Mock()})
     assert warm_up(it) >= 0
     assert [[ref.name for ref in request.controlnets] for request in requests] == [[], *[["edges"], ["colors"]] * 2]
-    bundle = load_bundle(tiny_sd_folder, outline=True)
+    bundle = outline_bundle(tiny_sd_folder)
     edge = bundle.vae_factor * 2 ** (len(bundle.config["block_out_channels"]) - 1)
     edge = max(edge, bundle.size_multiple)
     assert {(request.width, request.height, request.steps) for request in requests} == {(edge, edge, 1)}

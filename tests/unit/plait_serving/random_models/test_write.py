@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.config import check_controlnet, kind_of_config
+from plait_serving.diffusion.families.unet.controlnet import load_controlnet
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
 from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
@@ -26,6 +26,7 @@ from plait_serving.random_models import tensor_file
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 from plait_serving.random_models.write import write_model
+from support.bundles import load_bundle
 
 BASES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -117,7 +118,7 @@ def test_a_controlnet_has_residuals_that_depend_on_the_image(family, folder_of):
     base = folder_of(FamilyName.SD15 if family is FamilyName.SD15_CONTROLNET else FamilyName.SDXL)
     config = json.loads((base / "unet/config.json").read_text())
     check_controlnet(folder, base=config, vae_factor=8)
-    assert isinstance(load_controlnet(folder), ControlNetModel)
+    assert isinstance(load_controlnet(folder, dtype=torch.float32).model, ControlNetModel)
     net = ControlNetModel.from_pretrained(folder, local_files_only=True)
     rng = torch.Generator().manual_seed(1)
     width = net.config.cross_attention_dim

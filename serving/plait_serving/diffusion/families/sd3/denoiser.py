@@ -22,7 +22,7 @@ DEFAULT_LENGTH = 256
 class Sd3Denoiser(FlowDenoiser):
     """One model."""
 
-    def begin(self, request: ImageRequest) -> TextEncoding[Call]:
+    def begin(self, request: ImageRequest) -> TextEncoding:
         """Return what encodes the prompts: the negative one first, if the request is guided."""
         length = length_of(request)
         texts = calls_of(self.tokens, request, length, has_t5=T5 in self.encoders)

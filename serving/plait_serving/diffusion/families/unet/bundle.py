@@ -1,4 +1,4 @@
-"""A base model's parts, loaded from a diffusers folder. All loading of model weights is done here.
+"""A base model's parts, loaded from a diffusers folder.
 
 Only safetensors is read: pickled weights are refused. Anything that could silently make wrong images (missing
 weights, a UNet feature that has no input, a refiner) is a `ModelError` that names the file and the reason.
@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.encoders import tokenizer_of
+from plait_serving.diffusion.families.encoders import Parts, TextEncoders, WeightedPart, tokenizer_of
 from plait_serving.diffusion.families.unet.config import UNetKind, check_unet_config, check_vae_config, kind_of_config
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
-from plait_serving.diffusion.loading import load_module, outline_module, translate
-from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.loading import outline_module, translate
 from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import find_weights
 
@@ -40,8 +39,9 @@ class Bundle:
 
     `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
     for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
-    `weights_bytes`: what all weights take in memory; `decoding_bytes_per_pixel`: what decoding an image takes. In an
-    outline the modules have no weights, and there is no safety checker.
+    `weights_bytes`: what all weights take in memory but the text encoders'; `decoding_bytes_per_pixel`: what decoding
+    an image takes. In an outline the modules have no weights, and there is no safety checker; `parts`: what they are
+    loaded from. Text encoders never have: `encoders` are those in memory. `mapped`: what is as the files hold it.
     """
 
     folder: Path
@@ -62,6 +62,14 @@ class Bundle:
     device: torch.device
     weights_bytes: int
     decoding_bytes_per_pixel: int
+    parts: Parts
+    encoders: TextEncoders | None = None
+    mapped: frozenset[str] = frozenset()
+
+    @property
+    def texts(self) -> Parts:
+        """What the text encoders are loaded from."""
+        return {name: part for name, part in self.parts.items() if name.startswith("text_encoder")}
 
     @property
     def latent_channels(self) -> int:
@@ -98,62 +106,40 @@ class Bundle:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
-def load_bundle(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    safety_checker: bool = True,
-    mapped: Collection[str] = (),
-    outline: bool = False,
-    tokenizers: tuple[Any, ...] = (),
+def outline_bundle(
+    folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", safety_checker: bool = True
 ) -> Bundle:
-    """Load a diffusers folder. Raises `ModelError`.
+    """Read a diffusers folder without its weights: what is known of a model before it is in memory. Raises
+    `ModelError`.
 
-    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`:
-    which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). `outline`
-    loads no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if read before.
+    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker.
     """
     index, unet_config, vae_config = _configs(folder)
     kind = kind_of_config(unet_config)
     overflows = kind is UNetKind.SDXL and dtype is torch.float16 and vae_config.get("force_upcast", True)
     vae_dtype = torch.float32 if overflows else dtype
-    target = torch.device(device)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     size = unet_config.get("sample_size") or 64
     height, width = (factor * edge for edge in (size if isinstance(size, list | tuple) else (size, size)))
     encoders = _text_kinds(folder, kind)
     _check_text_width(folder, unet_config, encoders)
-    tokenizers = tokenizers or tuple(tokenizer_of(folder, part, CLIPTokenizer) for part in encoders)
-    kinds = dict(encoders)
+    kinds = {"unet": UNet2DConditionModel, "vae": AutoencoderKL, **encoders}
+    written = read_json(folder / "scheduler" / "scheduler_config.json")
+    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
+    modules = {part: outline_module(each, *files[part]) for part, each in kinds.items()}
+    parts = {part: WeightedPart(each, *files[part], modules[part].config) for part, each in kinds.items()}
     extractor = _feature_extractor(folder, index) if safety_checker else None
     if extractor is not None:
-        kinds["safety_checker"] = _checker_kind()
-    kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
-    written = read_json(folder / "scheduler" / "scheduler_config.json")
-    scheduler = scheduler_config(folder, written, index.get("scheduler"), kind)
-    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
-    # The decoder's last level has full size and twice the channels of the configuration's first, about four times over:
-    # 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32. A step of the UNet takes less.
-    decoding = 4 * 2 * int(vae_config["block_out_channels"][0]) * vae_dtype.itemsize
-    need = MemoryNeed.of(files.values(), activation_bytes=decoding * width * height)
-    if not outline:
-        check_memory(str(folder), need, target)
-    files |= {part: (files[part][0], files[part][0].stored_dtype) for part in mapped}
-    if outline:
-        kinds.pop("safety_checker", None)
-        modules = {part: outline_module(kind, *files[part]) for part, kind in kinds.items()}
-    else:
-        modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+        parts["safety_checker"] = WeightedPart(_checker_kind(), find_weights(folder / "safety_checker"), dtype)
     return Bundle(
         folder=folder,
         kind=kind,
         unet=modules["unet"],
         vae=modules["vae"],
-        tokenizers=tokenizers,
+        tokenizers=tuple(tokenizer_of(folder, part, CLIPTokenizer) for part in encoders),
         text_encoders=tuple(modules[part] for part in encoders),
-        scheduler_config=scheduler,
-        safety_checker=modules.get("safety_checker"),
+        scheduler_config=scheduler_config(folder, written, index.get("scheduler"), kind),
+        safety_checker=None,
         feature_extractor=extractor,
         force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", kind is UNetKind.SDXL)),
         width=width,
@@ -161,16 +147,36 @@ def load_bundle(
         vae_factor=factor,
         dtype=dtype,
         vae_dtype=vae_dtype,
-        device=target,
-        weights_bytes=need.weights_bytes,
-        decoding_bytes_per_pixel=decoding,
+        device=torch.device(device),
+        weights_bytes=sum(part.nbytes for name, part in parts.items() if name not in encoders),
+        # The decoder's last level has full size and twice the channels of the configuration's first, about four times
+        # over: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32. A step of the UNet takes less.
+        decoding_bytes_per_pixel=4 * 2 * int(vae_config["block_out_channels"][0]) * vae_dtype.itemsize,
+        parts=parts,
+    )
+
+
+def loaded(outline: Bundle, encoders: TextEncoders, *, mapped: frozenset[str] = frozenset()) -> Bundle:
+    """Return the parts with their weights, beside text encoders that are in memory. `mapped`: which of "unet" and
+    "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). Raises `ModelError`."""
+    modules = {
+        name: part.mapped() if name in mapped else part.load(outline.device)
+        for name, part in outline.parts.items()
+        if name not in outline.texts
+    }
+    return replace(
+        outline,
+        unet=modules["unet"],
+        vae=modules["vae"],
+        safety_checker=modules.get("safety_checker"),
+        encoders=encoders,
+        mapped=mapped,
     )
 
 
 def components_of(bundle: Bundle) -> dict[str, nn.Module]:
     """Return the modules that LoRAs change, by component."""
-    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
-    return {DENOISER: bundle.unet, **texts}
+    return {DENOISER: bundle.unet, **dict(zip(bundle.texts, bundle.text_encoders, strict=True))}
 
 
 def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -188,24 +194,6 @@ def _whole(kind: Any, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a part's configuration says, with its class's defaults for what it leaves out, as diffusers does."""
     declared = inspect.signature(kind.__init__).parameters.values()
     return {**{each.name: each.default for each in declared if each.default is not each.empty}, **written}
-
-
-def load_controlnet(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Load a ControlNet's folder, which was checked. Raises `ModelError`."""
-    files, target = find_weights(folder), torch.device(device)
-    check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
-    return load_module(ControlNetModel, files, dtype, target)
-
-
-def _mapped(kind: Any, folder: Path) -> nn.Module:
-    """Load a folder in the files' dtype, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
-    files = find_weights(folder)
-    return load_module(kind, files, files.stored_dtype, torch.device("cpu"))
-
-
-map_unet = partial(_mapped, UNet2DConditionModel)
-map_vae = partial(_mapped, AutoencoderKL)
-map_controlnet = partial(_mapped, ControlNetModel)
 
 
 def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from diffusers import ControlNetModel
@@ -24,16 +24,17 @@ from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back, graph_memory
 from plait_serving.diffusion.controlnet.rows import Constants, batch_key, check_image
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
+from plait_serving.diffusion.families.encoders import WeightedPart
 from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.rows import in_groups
-from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
-from plait_serving.diffusion.families.unet.bundle import map_controlnet
 from plait_serving.diffusion.families.unet.computations import ADDED, ControlNetTrunk, controlnet_computation
 from plait_serving.diffusion.families.unet.config import check_controlnet
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
+from plait_serving.diffusion.memory import check_memory
 from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
 from plait_serving.diffusion.values import RgbImage
+from plait_serving.diffusion.weight_files import find_weights
 
 
 class ControlNetModelRunner:
@@ -216,17 +217,19 @@ def load_controlnet(
     `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
     """
     check_controlnet(folder, base=base, vae_factor=vae_factor)
+    part, target = WeightedPart(ControlNetModel, find_weights(folder), dtype), torch.device(device)
 
-    def twin() -> Computation:
-        return ControlNetModelRunner(cast("Any", map_controlnet(folder)), dtype=dtype).computation()
+    def compute(model: ControlNetModel) -> Computation:
+        return ControlNetModelRunner(model, dtype=dtype).computation()
 
-    program = preparer.open(folder, "controlnet", twin) if preparer is not None else None
-    model: Any = load_model(folder, dtype=dtype, device=device) if program is None else map_controlnet(folder)
+    program = preparer.open(part, "controlnet", compute) if preparer is not None else None
+    if program is None:
+        check_memory(str(folder), part.nbytes, target)
+    model: Any = part.load(target) if program is None else part.mapped()
     weights = ResidentWeights(
         model,
         name=f"ControlNet {folder.name}",
-        dtype=dtype,
-        mapped=lambda: map_controlnet(folder),
+        part=part,
         resident=program is None,
         always=("controlnet_cond_embedding",),
     )
@@ -242,7 +245,7 @@ def load_controlnet(
         def make() -> None:
             if runner_of() is None:
                 return  # it has left with its model
-            program = preparer.make(folder, "controlnet", twin)
+            program = preparer.make(part, "controlnet", compute)
             if (here := runner_of()) is not None:
                 here.adopt(program)
                 adopted()

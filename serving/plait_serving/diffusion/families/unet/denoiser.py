@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from plait_serving.diffusion.families.rows import (
     in_groups,
     with_extra,
 )
-from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle, components_of, map_unet, map_vae
+from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.controls import control_answers
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
@@ -59,38 +59,30 @@ class UNetDenoiser:
         bundle: Bundle,
         *,
         exact: Callable[[], Exact] = lambda: Exact.ALWAYS,
-        mapped: Collection[str] = (),
         tokens: PromptTokens | None = None,
     ) -> None:
-        """Take the bundle. `exact` is read at every step. `mapped`: which of "unet" and "vae" are as the files hold
-        them: their weights are brought into memory when torch is to run them. `tokens`: those of the bundle's
-        tokenizers, if others use these as well.
+        """Take the bundle; the weights of parts that are mapped are brought into memory when torch is to run them.
+        `exact` is read at every step. `tokens`: those of the bundle's tokenizers, if others use these as well.
         """
         self.bundle, self.inpaints = bundle, bundle.inpaints
         self._unet = cast("Any", bundle.unet)
         self._fusion: Fusion | None = fuse_(bundle.unet) if is_gpu(bundle.device) else None
         self._exact = exact
         self._fuses()
-        folder = bundle.folder
         self._weights = ResidentWeights(
             bundle.unet,
             name="the UNet",
-            dtype=bundle.dtype,
-            mapped=lambda: map_unet(folder / "unet"),
-            resident="unet" not in mapped,
+            part=bundle.parts["unet"],
+            resident="unet" not in bundle.mapped,
             always=("time_embedding", "add_embedding"),  # they make what both halves take, with torch
         )
         self._vae_weights = ResidentWeights(
-            bundle.vae,
-            name="the VAE",
-            dtype=bundle.vae_dtype,
-            mapped=lambda: map_vae(folder / "vae"),
-            resident="vae" not in mapped,
+            bundle.vae, name="the VAE", part=bundle.parts["vae"], resident="vae" not in bundle.mapped
         )
-        texts = components_of(bundle)
-        self.merger = Merger({DENOISER: texts.pop(DENOISER)}, before_write=self._weights.take)
-        self.text_merger = text_merger = Merger(texts)
-        self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.current, tokens=tokens)
+        assert bundle.encoders is not None
+        self.merger = Merger({DENOISER: bundle.unet}, before_write=self._weights.take)
+        self.text_merger = bundle.encoders.merger
+        self._prompts = PromptEncoder(bundle, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
         self._factors = FactorStore(DENOISER)
@@ -128,7 +120,10 @@ class UNetDenoiser:
 
     def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> Sampler:
         """Return the sampler of a request's images with these seeds. Raises `RequestError`."""
-        return sampler_of(self.bundle, request, seeds, self.latent_shape(request.width, request.height))
+        bundle, shape = self.bundle, self.latent_shape(request.width, request.height)
+        return sampler_of(
+            bundle.scheduler_config, request, seeds, shape=shape, dtype=bundle.dtype, device=bundle.device
+        )
 
     def begin(self, request: ImageRequest) -> Encoding:
         """Return what encodes the prompts, with the weights that the text encoders have at each call."""

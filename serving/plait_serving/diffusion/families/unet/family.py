@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors.graphs import graph_memory
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.preparation import uses_graphs
-from plait_serving.diffusion.families.unet.bundle import Bundle, components_of, load_bundle
+from plait_serving.diffusion.families.unet.bundle import components_of, loaded, outline_bundle
 from plait_serving.diffusion.families.unet.compiled import graphed_halves, row_wise_halves
 from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
@@ -42,7 +42,10 @@ class UNetFamily(Family):
     def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
         """Read a folder's configurations and tokenizers. Raises `ModelError`."""
         super().__init__(folder, settings, host)
-        self._outline = self._bundle(outline=True)
+        self._outline = outline_bundle(
+            folder, dtype=self.dtype, device=str(self.device), safety_checker=settings.safety_checker
+        )
+        self.parts = self._outline.parts
         self._tokens = PromptTokens(self._outline.tokenizers, max_words=settings.limits.max_prompt_tokens)
         self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
         self._stop_converting: Callable[[], None] = lambda: None
@@ -51,29 +54,24 @@ class UNetFamily(Family):
         self.size_multiple, self.min_whole_edge = self._outline.size_multiple, self._outline.min_whole_edge
         self.weights_bytes = self._outline.weights_bytes
         self.decoding_bytes_per_pixel = self._outline.decoding_bytes_per_pixel
+        self.working_bytes = self.decoding_bytes_per_pixel * self.width * self.height
+        self.reads_with(self._outline.texts, {})
         takes = _XL_TAKES if self._outline.kind is UNetKind.SDXL else _TAKES
         self.terms = RequestTerms(samplers=samplers_of(self._outline.scheduler_config), takes=takes)
         self.lora_targets = LoraTargets.of(components_of(self._outline))
-
-    @staticmethod
-    def components(folder: Path) -> Mapping[str, nn.Module]:
-        """Return the modules of a folder that LoRAs change, by component, without weights. Raises `ModelError`."""
-        return components_of(load_bundle(folder, safety_checker=False, outline=True))
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError`."""
         active = sum(control.end - control.start for control in request.controlnets)
         return replace(self._prompts.size(request), controls=_CONTROL_WORK * round(active))
 
-    def load(self) -> UNetDenoiser:
+    def bring(self, encoders: Sequence[TextEncoders]) -> UNetDenoiser:
         """Bring the weights into memory, with the programs that were prepared before; what was not is converted behind
         what the model computes. Raises `ModelError`."""
-        programs = UNetPrograms(self.preparer, self.folder)
-        bundle = self._bundle(mapped=programs.mapped)
+        programs = UNetPrograms(self.preparer, self.parts)
+        bundle = loaded(self._outline, *encoders, mapped=programs.mapped)
         executor = self.settings.executor
-        denoiser = UNetDenoiser(
-            bundle, exact=lambda: self.host.knobs().exact, mapped=programs.mapped, tokens=self._tokens
-        )
+        denoiser = UNetDenoiser(bundle, exact=lambda: self.host.knobs().exact, tokens=self._tokens)
         programs.adopt(denoiser, self.prepared)
         if uses_graphs(executor, bundle.device):
             denoiser.adopt(graphed_halves(bundle.unet, graph_memory(bundle.device)))
@@ -108,15 +106,4 @@ class UNetFamily(Family):
             preparer=self.preparer,
             adopted=partial(self.prepared.add, name),
             graphs=uses_graphs(self.settings.executor, self.device),
-        )
-
-    def _bundle(self, *, mapped: frozenset[str] = frozenset(), outline: bool = False) -> Bundle:
-        return load_bundle(
-            self.folder,
-            dtype=self.dtype,
-            device=str(self.device),
-            safety_checker=self.settings.safety_checker,
-            mapped=mapped,
-            outline=outline,
-            tokenizers=() if outline else self._outline.tokenizers,
         )

@@ -5,28 +5,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import TypeAlias
 
-from plait_kernels.executors import Computation, PreparedProgram
-from plait_serving.diffusion.families.preparation import Preparer, behind
-from plait_serving.diffusion.families.unet.bundle import map_unet, map_vae
+from plait_kernels.executors import PreparedProgram
+from plait_serving.diffusion.families.encoders import Parts, WeightedPart
+from plait_serving.diffusion.families.preparation import Compute, Preparer, behind
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.computations import decoder_computation, encoder_computation, vae_computation
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 
+_Prepare: TypeAlias = Callable[[WeightedPart, str, Compute], PreparedProgram | None]
+
+_VAE = "vae-decoder"
+
 
 class UNetPrograms:
-    """Of one base model's folder. Made before the model is loaded: of what has programs, the weights are mapped."""
+    """Of one base model's parts. Made before the model is loaded: of what has programs, the weights are mapped."""
 
-    def __init__(self, preparer: Preparer | None, folder: Path) -> None:
+    def __init__(self, preparer: Preparer | None, parts: Parts) -> None:
         """Open what was prepared before; without `preparer` torch runs everything."""
         self._preparer = preparer
-        self._folder = folder
+        self._unet, self._vae = parts["unet"], parts["vae"]
         self._halves: CompiledHalves | None = None
         self._decoder: PreparedProgram | None = None
         if preparer is not None:
-            self._halves = _halves(preparer.open, folder / "unet")
-            self._decoder = preparer.open(folder / "vae", *_vae(folder / "vae"))
+            self._halves = _halves(preparer.open, self._unet)
+            self._decoder = preparer.open(self._vae, _VAE, vae_computation)
 
     @property
     def mapped(self) -> frozenset[str]:
@@ -48,7 +52,7 @@ class UNetPrograms:
     ) -> Callable[[], None]:
         """Convert what does not exist, in turn with others that convert; torch serves until then, and gives its memory
         back. Return what stops it: what has not begun then never does. A model that leaves is not kept in memory."""
-        preparer, folder, missing = self._preparer, self._folder, {"unet", "vae"} - self.mapped
+        preparer, unet, vae, missing = self._preparer, self._unet, self._vae, {"unet", "vae"} - self.mapped
         if preparer is None or not missing:
             return lambda: None
         denoiser_of = weakref.ref(denoiser)
@@ -60,24 +64,17 @@ class UNetPrograms:
 
         def make() -> None:
             if "unet" in missing and denoiser_of() is not None:
-                between_steps(partial(take_over, _halves(preparer.make, folder / "unet")))
+                between_steps(partial(take_over, _halves(preparer.make, unet)))
             if "vae" in missing and denoiser_of() is not None:
-                program = preparer.make(folder / "vae", *_vae(folder / "vae"))
+                program = preparer.make(vae, _VAE, vae_computation)
                 if (here := denoiser_of()) is not None:
                     here.adopt_vae(program)
                     prepared.add("vae")
 
-        return behind(str(folder), make)
+        return behind(str(unet.files.folder.parent), make)
 
 
-def _halves(
-    prepare: Callable[[Path, str, Callable[[], Computation]], PreparedProgram | None], folder: Path
-) -> CompiledHalves | None:
-    encoder = prepare(folder, "encoder", lambda: encoder_computation(map_unet(folder)))
-    decoder = prepare(folder, "decoder", lambda: decoder_computation(map_unet(folder)))
+def _halves(prepare: _Prepare, unet: WeightedPart) -> CompiledHalves | None:
+    encoder = prepare(unet, "encoder", encoder_computation)
+    decoder = prepare(unet, "decoder", decoder_computation)
     return None if encoder is None or decoder is None else CompiledHalves(encoder=encoder, decoder=decoder)
-
-
-def _vae(folder: Path) -> tuple[str, Callable[[], Computation]]:
-    """Return what a VAE's decoder is called among the parts, and what makes its computation."""
-    return "vae-decoder", lambda: vae_computation(map_vae(folder))

@@ -28,10 +28,9 @@ from diffusers import (
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.samplers import SEED_LIMIT, SchedulerSampler, spacing
-from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.families.unet.scheduler import COSINE, EDM, SchedulerConfig
 from plait_serving.diffusion.request_terms import SamplerChoice
-from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
+from plait_serving.diffusion.values import ImageRequest, Scheduler
 
 # A folder made with the SDE or the DEIS variant names its algorithm; ours is the one the request asked for.
 _2M = {"algorithm_type": "dpmsolver++", "solver_order": 2}
@@ -83,38 +82,6 @@ _UNABLE: Mapping[Scheduler, Mapping[str, tuple[object, ...]]] = {
 class Sampler(SchedulerSampler):
     """A `RequestSampler`."""
 
-    def __init__(
-        self,
-        kind: Scheduler,
-        config: SchedulerConfig,
-        *,
-        steps: int,
-        seeds: Sequence[int],
-        shape: tuple[int, int, int],
-        first_step: int = 0,
-        sigmas: Sigmas | None = None,
-        eta: float = 0.0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Build the scheduler from the model's `config`; `shape` is one image's `(c, h, w)`. Of the schedule's `steps`
-        the ones before `first_step` are left out: step 0 is the first that runs. `sigmas` None: as `config` says.
-
-        Raises `RequestError` naming `num_inference_steps` if the scheduler cannot take that number of steps.
-        """
-        # DPM++ SDE takes no generators: each image has a Brownian path of its own, which its seed decides.
-        paths = {"noise_sampler_seed": [seed % SEED_LIMIT for seed in seeds]} if kind is Scheduler.DPMPP_SDE else {}
-        super().__init__(
-            _make(kind, config, {**spacing(sigmas), **paths}, steps, device),
-            seeds=seeds,
-            shape=shape,
-            first_step=first_step,
-            dtype=dtype,
-            device=device,
-            draws=kind in _GENERATES,
-            **({"eta": eta} if kind is Scheduler.DDIM else {}),
-        )
-
     def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Return `(n, c, h, w)` noise, drawn or given, at the schedule's initial level."""
         return cast("torch.Tensor", (self.draw() if noise is None else noise) * self._scheduler.init_noise_sigma)
@@ -159,19 +126,30 @@ class Sampler(SchedulerSampler):
         return signal, sigma * signal, 1.0 / signal if isinstance(scheduler, _KEEPS_SCALED) else 1.0
 
 
-def sampler_of(bundle: Bundle, request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> Sampler:
-    """Return the sampler of a request's images with these seeds, on a loaded model. Raises `RequestError`."""
+def sampler_of(
+    config: SchedulerConfig,
+    request: ImageRequest,
+    seeds: Sequence[int],
+    *,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Sampler:
+    """Return the sampler of a request's images with these seeds, of one `shape` `(c, h, w)`, with a model's scheduler.
+    Step 0 is the first that runs. Raises `RequestError`, naming `num_inference_steps` if the scheduler cannot take that
+    many steps."""
+    kind = request.scheduler
+    # DPM++ SDE takes no generators: each image has a Brownian path of its own, which its seed decides.
+    paths = {"noise_sampler_seed": [seed % SEED_LIMIT for seed in seeds]} if kind is Scheduler.DPMPP_SDE else {}
     return Sampler(
-        request.scheduler,
-        bundle.scheduler_config,
-        steps=request.steps,
+        _make(kind, config, {**spacing(request.sigmas), **paths}, request.steps, device),
         seeds=seeds,
         shape=shape,
+        draws=kind in _GENERATES,
         first_step=request.first_step,
-        sigmas=request.sigmas,
-        eta=request.eta,
-        dtype=bundle.dtype,
-        device=bundle.device,
+        dtype=dtype,
+        device=device,
+        **({"eta": request.eta} if kind is Scheduler.DDIM else {}),
     )
 
 

@@ -15,9 +15,10 @@ from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.protocols import Denoiser
 from plait_serving.diffusion.values import LoraRef
-from support.denoise import make_request
+from support.denoise import make_request, prepared
 from support.families import edit_json, opened
 from support.text_encoders import SeenEncoders, schnell_of, seen
+from support.tiny import tiny_sd
 from support.tiny_flow import tiny_flow_lora, tiny_flux, tiny_sd3
 
 T5 = "text_encoder_2"
@@ -67,6 +68,19 @@ def test_models_with_equal_text_encoders_hold_one_of_each(dev: Path, schnell: Pa
     del denoisers
     assert seen.alive == {}
     assert second.shared_bytes() == whole
+
+
+def test_so_do_models_of_stable_diffusion(seen: SeenEncoders, tmp_path: Path) -> None:
+    """Two UNets with one CLIP: each prompt is encoded once, as either model alone encodes it."""
+    folders = [tiny_sd(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    shutil.rmtree(folders[1] / "text_encoder")
+    shutil.copytree(folders[0] / "text_encoder", folders[1] / "text_encoder")
+    both, asked = SharedEncoders(), make_request(prompt="a red cat", negative_prompt="a dog")
+    denoisers = [opened(folder, both).load() for folder in folders]
+    texts = [prepared(each, asked).text for each in denoisers]
+    assert (seen.alive, seen.calls) == ({"clip": 1}, {"clip": 2})
+    for found, folder in zip(texts, folders, strict=True):
+        assert torch.equal(found, prepared(opened(folder).load(), asked).text)
 
 
 @pytest.mark.parametrize("other", ["weights", "configuration"])

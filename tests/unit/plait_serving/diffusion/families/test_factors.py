@@ -11,14 +11,7 @@ import torch
 from plait_kernels.executors import AdaptedLayer
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.rows import BatchLayout
-from plait_serving.diffusion.lora.key_formats import LoraFormat
-from plait_serving.diffusion.lora.kinds import (
-    MAX_ROW_RANK,
-    AnyFactor,
-    Factor,
-    FileMatrix,
-    PairFactor,
-)
+from plait_serving.diffusion.lora.kinds import MAX_ROW_RANK, Factor, FileMatrix
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import ModuleRef
 from plait_serving.diffusion.protocols import Conditioning
@@ -31,13 +24,13 @@ def factor(inputs: int, outputs: int, rank: int, *, alpha: float, seed: int) -> 
     """A random one, in float16 as files have it."""
     rng = torch.Generator().manual_seed(seed)
     down, up = torch.randn(rank, inputs, generator=rng), torch.randn(outputs, rank, generator=rng)
-    return Factor(down=down.half(), up=up.half(), alpha=alpha, bound=100.0)
+    return Factor(first=FileMatrix(left=up.half(), right=down.half()), alpha=alpha, rank=rank, bound=100.0)
 
 
-def lora(name: str, **changed: AnyFactor) -> LoadedLora:
+def lora(name: str, **changed: Factor) -> LoadedLora:
     """A file of UNet layers; "text" is one of the text encoder."""
     refs = {ModuleRef("text_encoder" if path == "text" else "unet", path): one for path, one in changed.items()}
-    return LoadedLora(name=name, format=LoraFormat.PEFT, factors=refs, nbytes=1)
+    return LoadedLora(name=name, factors=refs, nbytes=1)
 
 
 def layout(*counts: int, cfg: bool = True) -> BatchLayout:
@@ -48,7 +41,8 @@ def layout(*counts: int, cfg: bool = True) -> BatchLayout:
 
 def delta(one: Factor, scale: float) -> torch.Tensor:
     """What `x @ it` adds."""
-    return (scale * one.alpha / one.rank * one.up.float() @ one.down.float()).T
+    up, down = one.plain
+    return (scale * one.alpha / one.rank * up.float() @ down.float()).T
 
 
 DOWN_A, DOWN_B = factor(6, 4, 2, alpha=1.0, seed=1), factor(6, 4, 9, alpha=9.0, seed=2)
@@ -137,13 +131,12 @@ def test_a_large_batch_is_not_kept_beside_others():
     assert store.of(large, layout(1, 40))[0] is not big
 
 
-loha, lokr = (partial(PairFactor, is_kronecker=is_kronecker) for is_kronecker in (False, True))
+loha, lokr = (partial(Factor, is_kronecker=is_kronecker) for is_kronecker in (False, True))
 
 
 def matrix(rows: int, columns: int, rank: int, *, seed: int) -> FileMatrix:
     """A random product."""
-    one = factor(columns, rows, rank, alpha=1.0, seed=seed)
-    return FileMatrix(left=one.up, right=one.down)
+    return factor(columns, rows, rank, alpha=1.0, seed=seed).first
 
 
 def whole(rows: int, columns: int, *, seed: int) -> FileMatrix:

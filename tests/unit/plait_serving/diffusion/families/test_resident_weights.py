@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -23,10 +25,8 @@ FILE = module(torch.float16)
 @pytest.fixture
 def mapped():
     """A module as the file holds it, and its keeper; the head stays in memory."""
-    live = module(torch.float16)
-    return live, ResidentWeights(
-        live, name="it", dtype=torch.float32, mapped=lambda: FILE, resident=False, always=("head", "missing")
-    )
+    live, part = module(torch.float16), SimpleNamespace(dtype=torch.float32, mapped=lambda: FILE)
+    return live, ResidentWeights(live, name="it", part=part, resident=False, always=("head", "missing"))
 
 
 def test_weights_come_and_go(mapped):

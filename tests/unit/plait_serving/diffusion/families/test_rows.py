@@ -8,11 +8,11 @@ import torch
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.families.unet import denoiser as unet
-from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.controlnet import load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.protocols import Residuals
 from plait_serving.diffusion.values import ControlRef
+from support.bundles import load_bundle
 from support.denoise import control_image, first_call, make_request, max_difference
 
 

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.errors import LoraError, ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.lora.merged_folder import LoraFile, write_merged
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
+from support.bundles import load_bundle
 from support.loras import delta, factors, kohya_tensors, write
 from support.original_flow import original_transformer
 from support.tiny import tiny_lora, tiny_sd

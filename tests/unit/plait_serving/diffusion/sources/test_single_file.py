@@ -17,7 +17,7 @@ from plait_serving.diffusion import sources
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families import row_of_file
 from plait_serving.diffusion.families.unet import single_file
-from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
@@ -126,7 +126,7 @@ def test_it_is_converted_once_and_again_when_it_changed(folders, tmp_path, monke
     path.write_bytes((folders / "sd15.safetensors").read_bytes())
     first = resolve_source(path, cache=tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(sources.single_file, "new_folder", None)
+        patched.setattr(sources.resolve, "new_folder", None)
         assert resolve_source(str(path), cache=tmp_path) == first
     path.write_bytes((folders / "sd21.safetensors").read_bytes())
     second = resolve_source(path, cache=tmp_path)
@@ -160,7 +160,7 @@ def test_an_inpainting_file_is_known_by_its_channels(tmp_path):
         replace(small, parts=tuple(parts)), tmp_path / "base", seed=1, dtype=DtypeName.FLOAT32, report=lambda *_: None
     )
     path = write_ldm(tmp_path / "base", tmp_path / "inpainting.safetensors")
-    assert load_bundle(resolve_source(path, cache=tmp_path), outline=True).inpaints
+    assert outline_bundle(resolve_source(path, cache=tmp_path)).inpaints
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_configuration_of_another_noise_is_refused_for_an_edm_model(folders, t
     config = shutil.copytree(folders / "sdxl", tmp_path / "config")
     EDMEulerScheduler().save_pretrained(config / "scheduler")
     edit_json(config / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
-    found = load_bundle(resolve_source(path, config=config, cache=tmp_path), outline=True)
+    found = outline_bundle(resolve_source(path, config=config, cache=tmp_path))
     assert found.scheduler_config.own_class == "EDMEulerScheduler"
 
 

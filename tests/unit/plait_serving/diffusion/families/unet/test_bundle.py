@@ -18,13 +18,14 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet
 from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.sources import hub
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import Scheduler
+from support.bundles import load_bundle
 from support.denoise import make_request
 from support.families import edit_json
 from support.tiny import tiny_sd
@@ -169,9 +170,8 @@ def test_ddim_in_a_folder_of_another_scheduler_steps_as_diffusers_does(folder, k
     own = isinstance(pipeline.scheduler, DDIMScheduler)
     theirs = pipeline.scheduler if own else DDIMScheduler.from_config(pipeline.scheduler.config)
     theirs.set_timesteps(5)
-    ours = sampler_of(
-        load_bundle(folder, outline=True), make_request(steps=5, scheduler=Scheduler.DDIM), (1,), (4, 8, 8)
-    )
+    written = outline_bundle(folder).scheduler_config
+    ours = sampler_of(written, make_request(steps=5, scheduler=Scheduler.DDIM), (1,), shape=(4, 8, 8))
     assert torch.equal(ours.timesteps, theirs.timesteps)
     sample, output = 3 * ours.init_latents(), torch.ones(1, 4, 8, 8)
     assert torch.equal(ours.step(output, 0, sample), theirs.step(output, theirs.timesteps[0], sample).prev_sample)

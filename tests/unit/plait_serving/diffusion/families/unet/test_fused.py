@@ -14,13 +14,13 @@ from torch import nn
 
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.families.unet import fused
-from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
-from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.fused import fuse_
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import ControlCall
 from plait_serving.diffusion.values import ControlRef
+from support.bundles import load_bundle
 from support.closeness import EQUAL, ulps
 from support.denoise import control_image, first_call, make_request
 from support.tiny import randomise_zero_convolutions, seeded
@@ -159,7 +159,7 @@ def test_a_gpus_controlnet_computes_through_operators(tiny_sd_folder, tiny_sd_co
     """Unless a block of the batch needs diffusers' bits."""
     bundle = load_bundle(tiny_sd_folder)
     call = first_call(UNetDenoiser(bundle), make_request())
-    model = load_controlnet(tiny_sd_controlnets[0])
+    model = load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32).model
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "device", torch.device("cuda"))
         runner = ControlNetModelRunner(model)
@@ -176,7 +176,7 @@ def test_a_gpus_controlnet_computes_through_operators(tiny_sd_folder, tiny_sd_co
 def test_a_gpus_residuals_are_those_of_each_request(tiny_sd_folder, tiny_sd_controlnets, calls, count):
     """Several ControlNets, several requests: what a CPU adds, each to the rows of its request."""
     bundle = load_bundle(tiny_sd_folder)
-    runner = ControlNetModelRunner(load_controlnet(tiny_sd_controlnets[0]))
+    runner = load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32)
     clients = {f"net-{i}": LocalControlNetClient(f"net-{i}", runner) for i in range(count)}
     refs = tuple(ControlRef(name=name, image=control_image(i), scale=0.3) for i, name in enumerate(clients))
     plain = UNetDenoiser(bundle)

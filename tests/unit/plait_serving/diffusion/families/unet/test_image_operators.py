@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plait_kernels.executors import Computation, ExecutorError
-from plait_serving.diffusion.families.unet.bundle import map_unet, map_vae
+from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from plait_serving.diffusion.families.unet.computations import (
     IMAGE_OPERATORS,
     decoder_computation,
@@ -79,7 +79,8 @@ def test_the_known_operators_are_those_of_the_published_architectures():
 
 def test_the_starter_has_no_other():
     """Its UNet, VAE and one of its ControlNets, which are alike."""
-    modules = [map_unet(STARTER_FOLDER / "emoji" / "unet"), map_vae(STARTER_FOLDER / "emoji" / "vae")]
+    emoji = outline_bundle(STARTER_FOLDER / "emoji").parts
+    modules = [emoji["unet"].mapped(), emoji["vae"].mapped()]
     modules.append(diffusers.ControlNetModel.from_pretrained(STARTER_FOLDER / "controlnets" / "edges"))
     for module in modules:
         assert recorded(module) <= IMAGE_OPERATORS

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from plait_kernels.threads import run_on_own_thread, set_threads
-from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import StepCall
+from support.bundles import load_bundle
 from support.denoise import make_request, prepared
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from plait_kernels.executors import background
-from plait_serving.diffusion.families.unet import programs
 from plait_serving.diffusion.families.unet.programs import UNetPrograms
 
 WAIT_S = 60.0
@@ -35,27 +35,26 @@ class Preparer:
     def open(self, *_: object) -> None:
         """Nothing was prepared before."""
 
-    def make(self, folder: Path, part: str, _: object) -> str:
+    def make(self, part: SimpleNamespace, name: str, _: object) -> str:
         self.begun.set()
         assert self.may.wait(WAIT_S)
-        self.made.append(f"{folder.name} {part}")
+        self.made.append(f"{part.files.folder.name} {name}")
         return "program"
 
 
 HALVES, DECODER = ["unet encoder", "unet decoder"], ["vae vae-decoder"]
 
 
-@pytest.fixture(autouse=True)
-def _no_weights(monkeypatch):
-    """What is prepared is a name."""
-    monkeypatch.setattr(programs, "map_unet", lambda _: None)
+def parts(model: str) -> dict[str, SimpleNamespace]:
+    """Those of a model's folder; nobody loads them."""
+    return {part: SimpleNamespace(files=SimpleNamespace(folder=Path(model) / part)) for part in ("unet", "vae")}
 
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_model_that_leaves_while_it_is_converted_is_not_kept_for_that(leaves):
     """Its weights go at once, and what was not begun is not converted; one that stays is taken over."""
     denoiser, preparer, prepared = Part(), Preparer(), set()
-    UNetPrograms(preparer, Path("model")).convert_behind(lambda function: function(), denoiser, prepared)
+    UNetPrograms(preparer, parts("model")).convert_behind(lambda function: function(), denoiser, prepared)
     assert preparer.begun.wait(WAIT_S)
     alive = weakref.ref(denoiser)
     if leaves:
@@ -72,9 +71,9 @@ def test_a_model_that_leaves_while_it_is_converted_is_not_kept_for_that(leaves):
 def test_a_conversion_that_waits_is_taken_back_by_a_model_that_leaves():
     """It never begins, and nothing refers to it any more, while the one before it goes on."""
     first, second, preparer, refused = Part(), Part(), Preparer(), Preparer()
-    UNetPrograms(preparer, Path("first")).convert_behind(lambda function: function(), first, set())
+    UNetPrograms(preparer, parts("first")).convert_behind(lambda function: function(), first, set())
     assert preparer.begun.wait(WAIT_S)
-    stop = UNetPrograms(refused, Path("second")).convert_behind(lambda function: function(), second, set())
+    stop = UNetPrograms(refused, parts("second")).convert_behind(lambda function: function(), second, set())
     stop()
     kept = weakref.ref(refused)
     del refused, stop

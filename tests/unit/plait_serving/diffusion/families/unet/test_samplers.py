@@ -11,7 +11,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.samplers import SPACED, Sampler, samplers_of
+from plait_serving.diffusion.families.unet.samplers import SPACED, Sampler, sampler_of, samplers_of
 from plait_serving.diffusion.families.unet.scheduler import EDM, READ, SchedulerConfig
 from plait_serving.diffusion.values import Edit, Scheduler, Sigmas
 from support.denoise import make_request
@@ -28,7 +28,8 @@ def config(request, tiny_sd_folder) -> dict:
 
 def make(kind: Scheduler, config: dict, *, steps: int = 5, seeds=(1, 2), **more) -> Sampler:
     """A sampler."""
-    return Sampler(kind, SchedulerConfig(written=config), steps=steps, seeds=seeds, shape=SHAPE, **more)
+    asked = make_request(scheduler=kind, steps=steps, **more)
+    return sampler_of(SchedulerConfig(written=config), asked, seeds, shape=SHAPE)
 
 
 def perfect(sampler: Sampler, latents: torch.Tensor, step: int, target: torch.Tensor, prediction: str) -> torch.Tensor:
@@ -150,8 +151,8 @@ def test_edm_samplers_step_as_their_class_does(own_class, more, own, prediction)
     """Whole and from the middle; the folder's own is the one of requests that name none."""
     config = edm(own_class, prediction_type=prediction, **more)
     assert samplers_of(config).default is own
-    for first in (0, 3):
-        ours = Sampler(own, config, steps=8, seeds=(1, 2), shape=SHAPE, first_step=first)
+    for first, edit in ((0, None), (3, Edit(image=np.zeros((8, 8, 3), np.uint8), strength=5 / 8))):
+        ours = sampler_of(config, make_request(scheduler=own, steps=8, edit=edit), (1, 2), shape=SHAPE)
         theirs = getattr(diffusers, own_class).from_config(dict(config.written))
         theirs.set_timesteps(8)
         theirs.set_begin_index(first)
@@ -179,7 +180,7 @@ def test_an_edm_model_that_knows_the_picture_is_previewed_and_reached(own_class,
     target = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(3))
     data = dict(config.written).get("sigma_data", 0.5 if own_class in EDM else 1.0)
     for kind in samplers_of(config).among:
-        sampler = Sampler(kind, config, steps=8, seeds=(1, 2), shape=SHAPE)
+        sampler = sampler_of(config, make_request(scheduler=kind, steps=8), (1, 2), shape=SHAPE)
         latents = sampler.init_latents()
         for step in range(8):
             sampler.scale_input(latents, step)
@@ -219,7 +220,7 @@ def test_ordinary_step_counts_are_foretold_and_end(kind, config):
     picture = np.zeros((48, 40, 3), np.uint8)
     for count, edit in ((1, None), (2, None), (9, None), (20, None), (9, Edit(image=picture, strength=0.55))):
         asked = make_request(scheduler=kind, steps=count, edit=edit, width=40, height=48)
-        sampler = make(kind, config, steps=count, first_step=asked.first_step)
+        sampler = make(kind, config, steps=count, edit=edit)
         assert len(sampler.timesteps) == asked.calls
         steps = [asked.steps_after(call) for call in range(asked.calls + 1)]
         assert (steps[0], steps[-1]) == (0, asked.run_steps)

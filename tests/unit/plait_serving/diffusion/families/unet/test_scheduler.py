@@ -11,7 +11,7 @@ import diffusers
 import pytest
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from plait_serving.diffusion.families.unet.config import UNetKind, check_vae_config
 from plait_serving.diffusion.families.unet.scheduler import COSINE, EDM, EDM_READ, OF_BETAS, READ, scheduler_config
 from plait_serving.diffusion.values import Scheduler
@@ -87,7 +87,7 @@ def put(folder: Path, scheduler: dict) -> None:
 def test_published_schedulers_load(name, folder):
     """As their files are."""
     put(folder, PUBLISHED[name])
-    written = load_bundle(folder, outline=True).scheduler_config.written
+    written = outline_bundle(folder).scheduler_config.written
     assert {key: written[key] for key in PUBLISHED[name]} == PUBLISHED[name]
 
 
@@ -108,7 +108,7 @@ def test_other_schedulers_are_refused(name, place, folder):
     if place == "file":
         edit_json(folder / "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
     with pytest.raises(ModelError, match=f"{name} is not supported"):
-        load_bundle(folder, outline=True)
+        outline_bundle(folder)
 
 
 @pytest.mark.parametrize("name", sorted(EDM | COSINE))
@@ -117,7 +117,7 @@ def test_edm_schedulers_load(name, folder):
     what they cannot be told."""
     written = json.loads(getattr(diffusers, name)(sigma_max=90.0, sigma_data=0.7, rho=6.0).to_json_string())
     put(folder, written)
-    assert load_bundle(folder, outline=True).scheduler_config.own_class == name
+    assert outline_bundle(folder).scheduler_config.own_class == name
     assert opened(folder).terms.samplers.among == (AMONG if name in EDM else (Scheduler.DPMPP_2M_SDE,))
     for other in ("EulerDiscreteScheduler", *((EDM | COSINE) - {name} if name in COSINE else COSINE)):
         with pytest.raises(ModelError, match=f"scheduler_config.json: {name} is not supported"):
@@ -134,7 +134,7 @@ def test_keys_that_samplers_do_not_read_are_refused(name, key, value, folder):
         read({**_BETAS, "_class_name": name, **harmless})
     put(folder, {**_BETAS, "_class_name": name, key: value})
     with pytest.raises(ModelError, match=rf"scheduler_config.json: {key} = {value!r} is not supported"):
-        load_bundle(folder, outline=True)
+        outline_bundle(folder)
 
 
 @pytest.mark.parametrize(("name", "more"), NO_REASON)
@@ -172,7 +172,7 @@ def test_a_vae_of_another_class_is_refused(folder):
     path = folder / "vae" / "config.json"
     path.write_text(json.dumps({"_class_name": "AutoencoderTiny"}))
     with pytest.raises(ModelError, match="AutoencoderTiny is not supported"):
-        load_bundle(folder, outline=True)
+        outline_bundle(folder)
 
 
 def test_every_key_of_a_vae_was_looked_at():
