@@ -383,7 +383,7 @@ class TestClients:
     async def test_hot_rows_follow(self, package, tmp_path, rig):
         """Rows that an HN keeps are sent anew when they have changed; the scores are those without a cache."""
         served = await kit.ServedPackage(
-            rig, package.folder, knobs=dataclasses.replace(kit.ALONE, cache_rows=64)
+            rig, package.folder, knobs=kit.ALONE.model_copy(update={"cache_rows": 64})
         ).ready()
         for seed in range(20):
             await served.rank(seed)
