@@ -168,8 +168,8 @@ class _Run:
 
     @property
     def killed_ray(self) -> bool:
-        """Whether a Ray that this process was part of was killed instead of being shut down."""
-        return self._cluster is not None and self._cluster.local and self._signals.hurry()
+        """Whether a Ray that this process was part of was killed instead of shut down, as an unfinished one is."""
+        return self._ray_folder is not None and (self._cluster is None or self._signals.hurry())
 
     @property
     def _running(self) -> Cluster:

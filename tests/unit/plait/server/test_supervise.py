@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -55,3 +57,28 @@ def test_a_server_under_nohup_outlives_its_terminal(dispositions, before, counte
         signals.install()
     os.kill(os.getpid(), signal.SIGHUP)
     assert signals.count == counted
+
+
+INTERRUPTED = """
+import atexit, os, pathlib, signal, sys, time
+from plait.config import load_config
+from plait.server.cluster import Cluster
+from plait.server.supervise import serve
+
+def start_local(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+Cluster.start_local = start_local
+atexit.register(pathlib.Path(sys.argv[1]).touch)
+sys.exit(serve(load_config(overrides=["server.port=0"]), compose=lambda _: (), num_cpus=1))
+"""
+
+
+def test_a_start_that_is_interrupted_ends_without_the_exit_handlers_of_its_ray(tmp_path):
+    """They would wait for what was just killed, and make its folder again."""
+    environ = {**os.environ, "PLAIT_STATE_DIR": str(tmp_path / "state")}
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "called")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-2:]) == (0, ["plait: stopped while starting", "plait: stopped"])
+    assert not (tmp_path / "called").exists()
