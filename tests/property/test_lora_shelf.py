@@ -23,7 +23,7 @@ class ShelfMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf: CachePolicy[int] = CachePolicy(BUDGET)
+        self.shelf = CachePolicy(BUDGET)
         self.stamps = dict.fromkeys(NAMES, 0)
         self.tickets = itertools.count()
         self.admitted: dict[int, tuple[Key, ...]] = {}
@@ -114,18 +114,18 @@ class ShelfMachine(RuleBasedStateMachine):
             self.present[key] = True
             self.shelf.loaded(key, SIZES[key.name])
         else:
-            self.shelf.failed(key)
+            needed = self.shelf.failed(key)
             del self.present[key]
-            for ticket in [ticket for ticket, keys in self.admitted.items() if key in keys]:
+            assert set(needed) == {ticket for ticket, keys in self.admitted.items() if key in keys}
+            for ticket in needed:
                 del self.admitted[ticket]
-                self.shelf.release(ticket)
         self.admit_waiting()
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.waiting)))
-        self.shelf.forget(ticket)
+        self.shelf.withdraw(ticket)
         del self.waiting[ticket]
         self.admit_waiting()
 
@@ -174,13 +174,13 @@ TestShelf.settings = settings(max_examples=60, stateful_step_count=40)
 A, B, C = (Key(name, "0") for name in "abc")
 
 
-def admit(shelf: CachePolicy[int], ticket: int, wanted: dict[Key, int]) -> tuple[Key, ...] | None:
+def admit(shelf: CachePolicy, ticket: int, wanted: dict[Key, int]) -> tuple[Key, ...] | None:
     """Enters a set of one tenant; returns what is to be loaded for it, if there is room."""
     shelf.enter(ticket, wanted, Tenant())
     return dict(shelf.admit_waiting()).get(ticket)
 
 
-def ready(shelf: CachePolicy[int], ticket: int, *keys: Key) -> None:
+def ready(shelf: CachePolicy, ticket: int, *keys: Key) -> None:
     """Admits a set of size 1 each and ends its loads."""
     to_load = admit(shelf, ticket, dict.fromkeys(keys, 1))
     assert to_load is not None
@@ -190,7 +190,7 @@ def ready(shelf: CachePolicy[int], ticket: int, *keys: Key) -> None:
 
 def test_more_bytes_than_reserved_raise():
     """A file that turned out larger than announced does not slip past the budget."""
-    shelf: CachePolicy[int] = CachePolicy(5)
+    shelf = CachePolicy(5)
     admit(shelf, 1, {A: 2})
     with pytest.raises(ValueError, match="2 were reserved"):
         shelf.loaded(A, 3)
@@ -199,7 +199,7 @@ def test_more_bytes_than_reserved_raise():
 
 def test_sets_in_memory_overtake_a_bounded_number_of_times():
     """While one waits for room, sets that need none pass it, but not for ever."""
-    shelf: CachePolicy[int] = CachePolicy(2)
+    shelf = CachePolicy(2)
     ready(shelf, 0, A)
     assert admit(shelf, 1, {B: 1, C: 1}) is None
     passed = [admit(shelf, 2 + i, {A: 1}) is not None for i in range(MAX_OVERTAKEN + 3)]
@@ -208,7 +208,7 @@ def test_sets_in_memory_overtake_a_bounded_number_of_times():
 
 def test_outdated_entries_leave_first():
     """An idle entry whose file has changed is of no use; it leaves before older ones that are."""
-    shelf: CachePolicy[int] = CachePolicy(10)
+    shelf = CachePolicy(10)
     ready(shelf, 0, B)
     ready(shelf, 1, A)
     newer = Key("a", "1")
