@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -104,7 +105,12 @@ class ChannelConformance:
             yield both
 
     @contextmanager
-    def _connected(self, address: str, options: FabricOptions | None = None) -> Iterator[tuple[Channel, Channel]]:
+    def _connected(
+        self,
+        address: str,
+        options: FabricOptions = FabricOptions(),  # noqa: B008  # it is frozen
+    ) -> Iterator[tuple[Channel, Channel]]:
+        options = replace(options, handshake_timeout_s=WAIT_S)  # both ends open here, on a host that may be busy
         with (
             listen(address, secret=SECRET, options=options) as listener,
             connect(listener.address, secret=SECRET, timeout_s=WAIT_S, options=options) as client,
