@@ -10,6 +10,7 @@ import torch
 
 from fakes.engine import EveryBatchPays
 from fakes.graphs import FakeCapture
+from plait_kernels.executors import graphs
 from plait_kernels.executors.graphs import GraphMemory
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.families.unet.compiled import graphed_halves
@@ -85,7 +86,7 @@ def test_lora_sets_are_merged_under_the_same_graphs(graphed):
     assert [parameter.data_ptr() for parameter in graphed.unet.parameters()] == addresses
 
 
-def test_residuals_are_added_between_the_graphs(graphed):
+def test_residuals_are_added_between_the_graphs(graphed, monkeypatch):
     """Two ControlNets, whose residuals are added into the first graph's own memory, also as graphs themselves."""
     asked = make_request(request_id="controlled", guidance_scale=2.0, controlnets=CONTROLS, loras=LORAS)
     (ours,) = graphed.probe.latents(asked)
@@ -94,6 +95,7 @@ def test_residuals_are_added_between_the_graphs(graphed):
         runner = client._clients[Placement.LOCAL].runner
         capture = FakeCapture()
         memory = GraphMemory(capture, budget_bytes=1 << 30)
+        monkeypatch.setitem(graphs._ON, torch.device("cpu"), memory)
         runner.adopt(runner.graphed(memory), live=True)
         for _ in range(2):
             (ours,) = graphed.probe.latents(asked)
