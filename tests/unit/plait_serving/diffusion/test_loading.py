@@ -1,9 +1,8 @@
-"""Modules from files: every weight, in the dtype that is asked for."""
+"""Modules from files: the fast path gives what the library's own loader gives."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,36 +24,40 @@ def part(request, tiny_sd_folder, tiny_sd_controlnets):
     return request.param, folders.get(request.param, tiny_sd_controlnets[0])
 
 
-def is_mapped(tensor, path):
-    """Whether a tensor's memory is the file's."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
-    places = [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
-    return any(tensor.data_ptr() in place for place in places)
+def equal(ours, theirs):
+    """Assert equal tensors in equal modules with equal settings."""
+    stored = theirs.state_dict()
+    assert list(ours.state_dict()) == list(stored)
+    for name, tensor in ours.state_dict().items():
+        assert tensor.dtype == stored[name].dtype
+        assert torch.equal(tensor, stored[name])
+    assert {**ours.config} == {**theirs.config}
+    assert not any(module.training for module in ours.modules())
+    assert not list(ours.buffers())
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_weight_is_the_files(part, tmp_path, stored, dtype):
-    """From files of the same and of another dtype; what has the dtype takes no memory of its own."""
+def test_the_fast_path_is_the_librarys_loader(part, tmp_path, monkeypatch, stored, dtype):
+    """From files of the same and of another dtype, and the library is not asked."""
     kind, folder = part
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     tensors = {name: tensor.to(stored) for name, tensor in load_file(folder / FILE).items()}
     save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    theirs = kind.from_pretrained(str(tmp_path), dtype=dtype)
+    monkeypatch.setattr(kind, "from_pretrained", None)
     ours = load_module(kind, find_weights(tmp_path), dtype, CPU)
-    found = ours.state_dict()
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
-    assert not any(module.training for module in ours.modules())
+    equal(ours, theirs)
     assert not any(parameter.requires_grad or parameter.is_inference() for parameter in ours.parameters())
-    assert all(is_mapped(tensor, tmp_path / FILE) for tensor in found.values()) is (stored is dtype)
 
 
-def test_shards_are_read_alike(part, tmp_path):
+def test_shards_are_read_alike(part, tmp_path, monkeypatch):
     """As many files as the library writes."""
     kind, folder = part
     theirs = kind.from_pretrained(folder)
     theirs.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    monkeypatch.setattr(kind, "from_pretrained", None)
     ours = load_module(kind, find_weights(tmp_path), torch.float32, CPU)
     assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
 
@@ -83,3 +86,14 @@ def test_weights_of_another_shape_are_refused(tiny_sd_folder, tmp_path):
     with pytest.raises(ModelError, match="conv") as caught:
         load_module(AutoencoderKL, find_weights(tmp_path), torch.float32, CPU)
     assert str(tmp_path) in caught.value.message
+
+
+def test_other_threads_keep_their_number_of_threads(tiny_sd_folder):
+    """Readers compute alone; what a thread starts with afterwards is what it was before."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        load_module(UNet2DConditionModel, find_weights(tiny_sd_folder / "unet"), torch.bfloat16, CPU)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
