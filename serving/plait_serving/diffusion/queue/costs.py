@@ -15,16 +15,15 @@ compiled, decide. Others are estimated from the known ones, and optimistically, 
 Where sets are inputs or merged at will, a way of which no count is known is hoped to take
 `_HOPED_SHARE_OF_ANOTHER_WAY` of the best other one.
 
-What is in use is measured all the time. A count that looked worse, of whatever way, is forgotten after
-`_FORGET_AFTER_CALLS` calls without it, and so tried again: the host may have changed. All others are forgotten when the
-one in use becomes much faster at once: what runs the steps has changed (a module was compiled, another process ended).
+What is in use is measured all the time. A count that looked worse is forgotten after `_FORGET_AFTER_CALLS` calls
+without it, and so tried again: the host may have changed. All others are forgotten when the one in use becomes much
+faster at once: what runs the steps has changed (a module was compiled, another process ended).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from plait_serving.diffusion.queue.policy import JOIN_SHARE, GroupKey
@@ -53,45 +52,41 @@ class StepCosts:
 
     def __init__(self, first_guess_s: float = 0.05) -> None:
         self._first_guess_s = first_guess_s
-        self._kinds: OrderedDict[RowKind, _Kind] = OrderedDict()
+        self._ways: OrderedDict[RowKind, dict[str, _Kind]] = OrderedDict()
         self._lock = threading.Lock()
 
     def record(self, key: GroupKey, rows: int, seconds: float) -> None:
         """Record that a call of `rows` rows of a group took `seconds`."""
         with self._lock:
-            self._kinds.setdefault(key.row, _Kind()).record(_way(key), rows, seconds)
-            self._kinds.move_to_end(key.row)
-            if len(self._kinds) > MAX_KINDS:
-                self._kinds.popitem(last=False)
+            self._ways.setdefault(key.row, {}).setdefault(_way(key), _Kind()).record(rows, seconds)
+            self._ways.move_to_end(key.row)
+            if len(self._ways) > MAX_KINDS:
+                self._ways.popitem(last=False)
 
     def shortest_s(self, key: GroupKey, rows: int) -> float:
         """Return the seconds that one call takes at least, however LoRA sets act; 0 before any such call was measured
         often enough to refuse a request by it."""
         with self._lock:
-            return min((way.step_s(rows) for way in self._ways(key).values() if way.known), default=0.0)
+            return min((kind.step_s(rows) for kind in self._ways.get(key.row, {}).values() if kind.known), default=0.0)
 
     def measured_s(self, key: GroupKey, rows: int) -> float | None:
         """Return the expected seconds of one call if calls of as many rows were measured often enough, else None."""
         with self._lock:
-            way = self._ways(key).get(_way(key))
-            return None if way is None else way.known.get(rows)
+            kind = self._ways.get(key.row, {}).get(_way(key))
+            return None if kind is None else kind.known.get(rows)
 
     def step_s(self, key: GroupKey, rows: int) -> float:
         """Return the expected seconds of one call."""
         with self._lock:
-            ways = self._ways(key)
-            way = ways.get(_way(key))
-            if way is not None and way.known:
-                return way.step_s(rows)
-            hoped = [_HOPED_SHARE_OF_ANOTHER_WAY * other.step_s(rows) for other in ways.values() if other is not way]
-            own = [] if way is None else [way.step_s(rows)]
+            ways = self._ways.get(key.row, {})
+            kind = ways.get(_way(key))
+            if kind is not None and kind.known:
+                return kind.step_s(rows)
+            hoped = [_HOPED_SHARE_OF_ANOTHER_WAY * other.step_s(rows) for other in ways.values() if other is not kind]
+            own = [] if kind is None else [kind.step_s(rows)]
             guess_s = self._first_guess_s * rows
             # Merging begins: what it takes says whether two sets as inputs could be worth a try.
             return min(own + hoped, default=guess_s / _HOPED_SHARE_OF_ANOTHER_WAY if key.row_wise else guess_s)
-
-    def _ways(self, key: GroupKey) -> Mapping[str, _Way]:
-        kind = self._kinds.get(key.row)
-        return {} if kind is None else kind.ways
 
 
 @dataclass(slots=True)
@@ -103,11 +98,26 @@ class _Calls:
 
 
 @dataclass(slots=True)
-class _Way:
-    """The calls of one way by row count. `known`: T of the counts that were measured often enough."""
+class _Kind:
+    """The calls of one kind by row count. `known`: T of the counts that were measured often enough."""
 
+    calls: int = 0
     by_rows: dict[int, _Calls] = field(default_factory=dict)
     known: dict[int, float] = field(default_factory=dict)
+
+    def record(self, rows: int, seconds: float) -> None:
+        self.calls += 1
+        used = self.by_rows.setdefault(rows, _Calls())
+        used.last_call = self.calls
+        used.seconds.append(seconds)
+        newest = list(used.seconds)[-_CALLS_TO_KNOW:]
+        if len(newest) == _CALLS_TO_KNOW and _FASTER_AT_ONCE * max(newest) < self.known.get(rows, 0.0):
+            used.seconds = deque(newest, maxlen=_KEPT_CALLS)
+            self.by_rows = {rows: used}
+            self.known.clear()
+        if len(used.seconds) >= _CALLS_TO_KNOW:
+            self.known[rows] = sorted(used.seconds)[len(used.seconds) // 4]
+            self._forget_what_looked_worse(rows)
 
     def step_s(self, rows: int) -> float:
         if rows in self.known:
@@ -119,42 +129,18 @@ class _Way:
         own = self.by_rows.get(rows)
         return estimate_s if own is None else min(estimate_s, *own.seconds)
 
-    def forget_what_looked_worse(self, row_s: float, last_call: int) -> None:
-        """Forget the counts that were last used at `last_call` or before and looked worse than `row_s`, what a row of
-        the one in use takes.
+    def _forget_what_looked_worse(self, rows: int) -> None:
+        """Forget the counts that were not used for long and looked worse than `rows`, the one in use.
 
         One that looked better needs no second chance: it is used, and so measured, as soon as there are as many rows.
         """
+        row_s = self.known[rows] / rows
+        last_call = self.calls - _FORGET_AFTER_CALLS
         for other in [other for other, calls in self.by_rows.items() if calls.last_call <= last_call]:
             other_s = self.known.get(other)
             if other_s is None or (1.0 + JOIN_SHARE) * other_s / other > row_s:
                 del self.by_rows[other]
                 self.known.pop(other, None)
-
-
-@dataclass(slots=True)
-class _Kind:
-    """The calls with one kind of rows, by how LoRA sets acted."""
-
-    calls: int = 0
-    ways: dict[str, _Way] = field(default_factory=dict)
-
-    def record(self, name: str, rows: int, seconds: float) -> None:
-        self.calls += 1
-        way = self.ways.setdefault(name, _Way())
-        used = way.by_rows.setdefault(rows, _Calls())
-        used.last_call = self.calls
-        used.seconds.append(seconds)
-        newest = list(used.seconds)[-_CALLS_TO_KNOW:]
-        if len(newest) == _CALLS_TO_KNOW and _FASTER_AT_ONCE * max(newest) < way.known.get(rows, 0.0):
-            used.seconds = deque(newest, maxlen=_KEPT_CALLS)
-            way = _Way(by_rows={rows: used})
-            self.ways = {name: way}
-        if len(used.seconds) >= _CALLS_TO_KNOW:
-            way.known[rows] = sorted(used.seconds)[len(used.seconds) // 4]
-            for other in self.ways.values():
-                other.forget_what_looked_worse(way.known[rows] / rows, self.calls - _FORGET_AFTER_CALLS)
-            self.ways = {name: way for name, way in self.ways.items() if way.by_rows}
 
 
 def _estimate_s(known: dict[int, float], rows: int) -> float:

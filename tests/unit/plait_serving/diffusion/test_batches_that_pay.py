@@ -333,23 +333,6 @@ def test_sets_as_inputs_share_calls_with_others_where_that_is_nearly_free():
     assert (True, 16) in server.calls
 
 
-def test_a_way_that_looked_worse_is_tried_again():
-    """Calls with several sets were slow when they were tried, before a program for them was compiled: they are used
-    once they are faster, although only calls with one set were made since; and cost little while they are not."""
-    server = SetServer(float, row_wise=lambda rows: 1.5 * rows, needs_merge=False)
-    server.serve(16)
-    server.calls.clear()
-    for _ in range(20):
-        server.serve(16)
-    assert 0 < sum(row_wise for row_wise, _ in server.calls) < 0.015 * len(server.calls)
-    server.row_wise = friendly
-    for _ in range(4):
-        server.serve(16)
-    server.calls.clear()
-    server.serve(16)
-    assert server.calls == [(True, 16)] * STEPS
-
-
 @pytest.mark.parametrize("urgent", [False, True])
 def test_whoever_must_go_goes_the_faster_way(urgent):
     """A unit with a deadline, or one that was overtaken too often: its call is chosen by the same costs."""
