@@ -33,7 +33,9 @@ class _Loader(yaml.SafeLoader):
 def parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
     """Return the nodes (for their line numbers) and the value of a YAML or JSON text. Raises `NotYaml`."""
     try:
-        return yaml.compose(text, _Loader), _Loader(text).get_single_data()
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        return root, None if root is None else loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         line = None if error.problem_mark is None else error.problem_mark.line + 1
         raise NotYaml(source, error.problem or error.context or "no YAML", line) from error
