@@ -34,6 +34,7 @@ def doctor(
 
     loaded = load_config(config)
     port = loaded.server.port if port is None else port
+    host, direct = loaded.server.host if loaded.ray.is_local else "127.0.0.1", loaded.server.direct_port
     findings = [
         *machine.check_python(),
         *machine.check_packages(),
@@ -43,7 +44,8 @@ def doctor(
         *machine.check_files(),
         *machine.check_home(os.environ),
         *machine.check_caches(os.environ),
-        *machine.check_port(loaded.server.host if loaded.ray.is_local else "127.0.0.1", port),
+        *machine.check_port(host, port),
+        *(machine.check_port(host, direct, option="server.direct_port") if direct and loaded.ray.is_local else ()),
         *sockets.sockets_findings(sockets.ray_listeners(), all_rays=cluster and address is not None),
         *models.check_starter(STARTER_FOLDER),
         *models.check_models(loaded),

@@ -136,18 +136,19 @@ def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
     return [CheckResult(name="state", verdict=CheckStatus.OK, detail=f"{root}{note}")]
 
 
-def check_port(host: str, port: int) -> list[CheckResult]:
-    """Check that the server could listen there, or that one does which is ready."""
+def check_port(host: str, port: int, *, option: str = "--port") -> list[CheckResult]:
+    """Check that the server could listen there, or that one does which is ready; `option` sets the port."""
     from plait.server import ports
 
+    name = option.removeprefix("--")
     try:
-        ports.check_port(host, port)
+        ports.check_port(host, port, option=option)
     except PlaitError as error:
         wrong = ports.health(ports.url_of(host, port), timeout_s=1.0)
         detail = f"{port}: a server answers /health there" if wrong is None else f"{error} (/health: {wrong})"
-        advice = "wait until it is ready, or take another --port or server.host"
-        return [warning("port", wrong is None, detail, advice)]
-    return [CheckResult(name="port", verdict=CheckStatus.OK, detail=f"{port} is free on {host}")]
+        advice = f"wait until it is ready, or take another {option} or server.host"
+        return [warning(name, wrong is None, detail, advice)]
+    return [CheckResult(name=name, verdict=CheckStatus.OK, detail=f"{port} is free on {host}")]
 
 
 def _can_write(folder: Path) -> bool:

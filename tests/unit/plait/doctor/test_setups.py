@@ -70,6 +70,19 @@ def test_the_port_is_that_of_the_file(tmp_path, capsys):
             assert (found["verdict"], found["detail"].startswith(detail)) == (verdict, True)
 
 
+@pytest.mark.usefixtures("doctor")
+def test_the_direct_port_is_looked_at_too(tmp_path, capsys):
+    """Another program has it, and the advice names its setting."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (tmp_path / "plait.yaml").write_text(f"server: {{direct_port: {port}}}")
+        root.main(["doctor", "--json", str(tmp_path / "plait.yaml"), "--port", "0"])
+    found = {it["name"]: it for it in json.loads(capsys.readouterr().out)}
+    assert found["port"]["verdict"] == "ok"
+    assert found["server.direct_port"]["verdict"] == "warn"
+    assert "another server.direct_port" in found["server.direct_port"]["advice"]
+
+
 @pytest.mark.parametrize(
     ("host", "ray", "verdict", "detail"),
     [
