@@ -34,7 +34,7 @@ from plait_loadtest.values import (
     RunResult,
     StopWhen,
 )
-from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.answers import judge_of
 
 # From "all are ready" to the common start: the word must have reached every worker, which opens its connections then.
 # A search for the capacity pays it with every run.

@@ -28,7 +28,7 @@ from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
 from plait_loadtest.run.processes import ignore_ending
 from plait_loadtest.run.requests import BUDGET_BYTES, RequestFeed
 from plait_loadtest.values import Records, RequestOutcome
-from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.answers import judge_of
 from plait_loadtest.wire.dial import Dialler, RequestWriter, place_of
 from plait_loadtest.wire.pool import ConnectionPool
 

@@ -15,7 +15,7 @@ from plait_loadtest.run.processes import fresh_processes
 from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
 from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome
-from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.answers import judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import parse_head
 from support.loadtest_records import plan
