@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from plait_loadtest.errors import ReportError, ScenarioError
 from plait_loadtest.merging import merged
+from plait_loadtest.plan import shares
 from plait_loadtest.report import parts
 from plait_loadtest.report.document import document
-from plait_loadtest.run.messages import shares
-from plait_loadtest.scenario import GeneratorLimits, ImageClass, Slo
+from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, ImageClass, Slo
 from plait_loadtest.session import finished
 from plait_loadtest.thresholds import parse_all
 from plait_loadtest.values import Echo, HostPart, RequestOutcome
@@ -103,16 +103,16 @@ def test_hosts_send_every_request_once(count, connections, processes, callers):
     a caller is refused: it would send nothing of its part."""
     hosts = len(processes)
     planned = 0 if callers else count
-    plan = made.plan(planned, concurrency=callers)
-    limits = GeneratorLimits(connections=connections)
+    plan = made.plan(planned)
+    scenario = SCENARIO.model_copy(update={"limits": GeneratorLimits(connections=connections)})
+    if callers:
+        scenario = scenario.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=callers)})
     if 0 < callers < hosts:
         with pytest.raises(ScenarioError, match="callers cannot be shared"):
-            shares(plan, SCENARIO, HostPart(rank=0, hosts=hosts))
+            shares(plan, scenario, HostPart(rank=0, hosts=hosts))
         return
     given_ = [
-        shares(
-            plan, SCENARIO.model_copy(update={"processes": here, "limits": limits}), HostPart(rank=rank, hosts=hosts)
-        )
+        shares(plan, scenario.model_copy(update={"processes": here}), HostPart(rank=rank, hosts=hosts))
         for rank, here in enumerate(processes)
     ]
     sent = [
