@@ -14,8 +14,7 @@ from multiprocessing.connection import wait
 import numpy as np
 
 from plait_loadtest.errors import LoadtestError
-from plait_loadtest.failures import FailureLog, joined
-from plait_loadtest.limits import sentences
+from plait_loadtest.failures import FailureLog, joined, sentences
 from plait_loadtest.plan import RequestPlan, Share, shares
 from plait_loadtest.run import worker
 from plait_loadtest.run.echo import EchoClock

@@ -22,8 +22,7 @@ from typing import Any
 import uvloop
 
 from plait_loadtest.errors import LoadtestError
-from plait_loadtest.failures import FailureLog
-from plait_loadtest.limits import MEMORY
+from plait_loadtest.failures import MEMORY, FailureLog
 from plait_loadtest.plan import Share
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
