@@ -26,6 +26,7 @@ from plait_serving.diffusion.protocols import ControlCall
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Scheduler
 from support import controlnet as kit
 from support.denoise import control_image, make_request
+from support.fabric import Replicas, new_address
 from support.log_file import LogFile, log_file
 
 __all__ = ["log_file"]
@@ -59,8 +60,8 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
     """A fresh engine with one replica of its ControlNet."""
     folder = tiny_sd_controlnets[0]
     runner = load_controlnet(folder, dtype=torch.float32)
-    with kit.serving(runner, kit.new_address("tcp", tmp_path)) as edges:
-        fleet = kit.ReplicaFleet({"thread": edges.addresses[0]})
+    with kit.serving(runner, new_address("tcp", tmp_path)) as edges:
+        fleet = Replicas({"thread": edges.addresses[0]}, secret=kit.SECRET, timeout_s=60)
         remote = {"edges": partial(RemoteControlNetClient, "edges", fleet.connect)}
         settings = EngineSettings(
             model=tiny_sd_folder,

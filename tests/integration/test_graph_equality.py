@@ -17,7 +17,6 @@ from plait_serving.diffusion.families.unet.compiled import graphed_halves
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
-from suites.fabric_channel import eventually
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image, make_request
 from support.engine_probe import Probe, fused_reference
@@ -100,7 +99,7 @@ def test_residuals_are_added_between_the_graphs(graphed, monkeypatch):
         for _ in range(2):
             (ours,) = graphed.probe.latents(asked)
             assert graphed.difference(asked, ours) <= EQUAL
-            assert eventually(lambda memory=memory: memory.graphs == 1)
+            wait_for(lambda memory=memory: memory.graphs == 1)
         assert capture.recordings[0].replays == asked.steps
 
 

@@ -61,8 +61,8 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
 
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
-    rig.at_end(lambda: thread.join(60))
-    rig.at_end(listener.close)
+    rig.callback(thread.join, 60)
+    rig.callback(listener.close)
 
 
 def _send(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
@@ -186,7 +186,7 @@ async def test_very_many_answers_at_once_arrive(rig: Rig) -> None:
     sparse = kit.FakeSparse()
     card = dataclasses.replace(kit.CARD, version="2026-11-28T22-30-00-retrained-nightly")
     core = WholeCore(card, sparse, kit.FakeDense(), knobs=WorkerKnobs(largest_batch_rows=5_000))
-    rig.at_end(lambda: core.stop(drain_s=0.5))
+    rig.callback(core.stop, drain_s=0.5)
     rig.front(core)
     ranker = await rig.ranker()
     sparse.gate.clear()

@@ -218,7 +218,7 @@ class ServedPackage:
             catch_up=lambda: found[0].catch_up(),
             knobs=self.knobs,
         )
-        self.rig.at_end(lambda: worker.stop(drain_s=0.5))
+        self.rig.callback(worker.stop, drain_s=0.5)
         found.append(Refresher(live, worker))
         return worker, found[0]
 
@@ -235,7 +235,7 @@ class ServedPackage:
             knobs=self.knobs,
             backoff=QUICK,
         )
-        self.rig.at_end(lambda: core.stop(drain_s=0.5))
+        self.rig.callback(core.stop, drain_s=0.5)
         return core, Refresher(live, core, on_version=lambda version: self.on_version(version))
 
     async def ready(self) -> Self:
@@ -269,7 +269,7 @@ class Whole:
         assert live.sparse is not None
         self.package = live.package
         self.core = WholeCore(live.card(), around(live.sparse), live.dense[live.dense_version], knobs=knobs)
-        rig.at_end(lambda: self.core.stop(drain_s=0.5))
+        rig.callback(self.core.stop, drain_s=0.5)
         self.workers = RoleWorkersInProcess([Refresher(live, self.core)])
         self.ranker = CoreRanker(self.core)
 
