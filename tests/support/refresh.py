@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fakes.role_workers import RoleWorkersInProcess
 from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
@@ -169,6 +168,40 @@ def twin(folder: Path, out: Path) -> Package:
     """The naive twin of refreshed workers: a package with the journal's updates in its files."""
     fold_updates(folder, out)
     return open_package(out)
+
+
+class RoleWorkersInProcess:
+    """All workers of a role, as whoever publishes an update sees them (`Fleet`). An index in ``dead`` does not answer.
+    `after_stage`: what happens then."""
+
+    def __init__(self, refreshers: Sequence[Refresher]) -> None:
+        self.refreshers = list(refreshers)
+        self.dead: set[int] = set()
+        self.after_stage: Callable[[], object] = lambda: None
+
+    def stage(self, folder: Path) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        outcomes = self._all(lambda refresher: refresher.stage(folder))
+        self.after_stage()
+        return outcomes
+
+    def switch(self, version: str) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return self._all(lambda refresher: refresher.switch(version))
+
+    def _all(self, step: Callable[[Refresher], None]) -> Mapping[str, Exception | None]:
+        return {
+            str(number): ConnectionError("no answer") if number in self.dead else _outcome(lambda r=refresher: step(r))
+            for number, refresher in enumerate(self.refreshers)
+        }
+
+
+def _outcome(step: Callable[[], None]) -> Exception | None:
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
 
 
 class ServedPackage:
