@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +25,11 @@ from plait_serving.diffusion.protocols import ControlCall
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Scheduler
 from support import controlnet as kit
 from support.denoise import control_image, make_request
+from support.engine import Watch
 from support.fabric import Replicas, new_address
 from support.log_file import LogFile, log_file
 
 __all__ = ["log_file"]
-
-WAIT_S = 120.0
 
 
 @dataclass(eq=False)
@@ -44,15 +42,8 @@ class Scene:
 
     def make(self, *requests: ImageRequest) -> dict[str, Event]:
         """Runs all at once; how each ended."""
-        ended: queue.Queue[tuple[str, Event]] = queue.Queue()
-
-        def sink(name: str, event: Event) -> None:
-            if isinstance(event, Finished | Failed):
-                ended.put((name, event))
-
-        for request in requests:
-            self.engine.submit(request, partial(sink, request.request_id))
-        return dict(ended.get(timeout=WAIT_S) for _ in requests)
+        watches = {request.request_id: Watch(self.engine, request) for request in requests}
+        return {name: watch.end() for name, watch in watches.items()}
 
 
 @pytest.fixture
