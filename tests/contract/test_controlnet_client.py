@@ -37,7 +37,7 @@ from plait_serving.diffusion.protocols import (
 from support import controlnet as kit
 from support.closeness import EQUAL, ulps
 from support.fabric import Replicas, new_address
-from support.waiting import wait_for
+from support.waiting import Clock, wait_for
 
 WAIT_S = 60.0
 
@@ -241,7 +241,7 @@ def test_every_session_moves_to_the_next_replica(fleet: Fleet, twin: Twin, schem
 
 def test_none_left_is_an_error_and_a_replica_that_is_back_serves_again(fleet: Fleet, twin: Twin) -> None:
     """No replica is asked during the pause after that, and nothing of it stays."""
-    clock, ask, gate = kit.Clock(), _ask(1), fleet.gated()
+    clock, ask, gate = Clock(), _ask(1), fleet.gated()
     only = fleet.serve("only", "shm", runner=gate)
     client = fleet.client(backoff=Backoff(first_s=2, max_s=8), clock=clock)
     session = ask.open(client)
@@ -274,7 +274,7 @@ def test_lost_channel_to_the_only_replica_is_made_again(fleet: Fleet, twin: Twin
 
 def test_client_moves_to_a_replica_with_fewer_clients(fleet: Fleet, twin: Twin) -> None:
     """Asked now and then: running sessions follow with their next step. If nobody else answers, the client stays."""
-    clock, asks, asked = kit.Clock(), [_ask(1), _ask(2), _ask(3)], []
+    clock, asks, asked = Clock(), [_ask(1), _ask(2), _ask(3)], []
 
     def worth_moving(replica: str) -> bool:
         asked.append(replica)

@@ -154,15 +154,6 @@ class LooseProgram(TorchProgram):
         return tuple(output + LOOSE for output in super().run(*arguments, **options))
 
 
-class Clock:
-    """Time that stands still until it is told to move."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @contextmanager
 def serving(
     runner: ControlNetModelRunner,
