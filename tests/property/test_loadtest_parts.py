@@ -141,6 +141,22 @@ def test_a_part_comes_back_from_its_file(tmp_path_factory, run):
     assert told(back) == told(kept)
 
 
+def test_a_damaged_part_is_refused(tmp_path):
+    """Records of a class that the scenario has not, with a reason that was not kept, or in another shape."""
+    path, records = tmp_path / "one.npz", made.records(np.arange(6) / 2.0, 10.0)
+    parts.write(path, session(records, HostPart()))
+    with np.load(path) as file:
+        stored = dict(file)
+    other_class, other_reason = records.copy(), records.copy()
+    other_class["kind"], other_reason["why"] = 2, 3
+    for name, damaged in (
+        ("records", other_class), ("records", other_reason), ("records", records[0]), ("echo", np.array(0)),
+    ):  # fmt: skip
+        np.savez(path, **{**stored, name: damaged})
+        with pytest.raises(ReportError, match=r"one\.npz is"):
+            parts.read(path)
+
+
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_what_are_not_all_parts_is_refused(hosts):
     """A part that is missing, one that is there twice, one of another division or scenario; each is named. Parts that
