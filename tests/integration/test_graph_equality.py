@@ -19,6 +19,7 @@ from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image, make_request
 from support.engine_probe import fused_reference, probed
 from support.tiny import tiny_lora
+from support.waiting import wait_for
 
 LORAS = (LoraRef(name="one", scale=0.9), LoraRef(name="two", scale=-0.6))
 CONTROLS = (ControlRef(name="a", image=control_image(1), scale=0.8), ControlRef(name="b", image=control_image(2)))

@@ -1,4 +1,5 @@
-"""A lease bounced by another process, by size: what carries a large message, and whether a modelled link keeps its time.
+"""Leases bounced by another process, by size: what carries a large message, and whether a modelled link keeps its own
+time.
 
 The peer sends a lease of the same size back (`bounce`), and so does this side, so that only the way is timed.
 """
