@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,13 +38,17 @@ class Replicas:
         """A channel to the first that can be reached (`Connect`)."""
         self.asked_s.append(time.monotonic())
         self.asked.append(left_out)
+        whys = []
         for name, address in list(self.addresses.items()):
             if name not in left_out:
-                with suppress(FabricError):
+                try:
                     channel = connect(address, secret=self._secret, **self._options)
+                except FabricError as error:
+                    whys.append(f"{name}: {error}")
+                else:
                     self.links.append(ReplicaLink(replica=name, channel=channel))
                     return self.links[-1]
-        raise NoReplica("there is no other")
+        raise NoReplica("; ".join(whys) or "there is no other")
 
 
 class CutListener:
