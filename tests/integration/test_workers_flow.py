@@ -190,7 +190,9 @@ async def test_very_many_answers_at_once_arrive(rig: Rig) -> None:
     rig.front(core)
     ranker = await rig.ranker()
     sparse.gate.clear()
-    asked = [asyncio.ensure_future(ranker.rank(kit.request(seed, 1))) for seed in range(1_001)]
+    asked = [asyncio.ensure_future(ranker.rank(kit.request(0, 1)))]
+    await until(lambda: sparse.entered == 1)  # alone, so that all others share a batch
+    asked += [asyncio.ensure_future(ranker.rank(kit.request(seed, 1))) for seed in range(1, 1_001)]
     await until(lambda: core.metrics()["requests_total"] + core.metrics()["waiting"] == len(asked))
     sparse.gate.set()
     answers = await asyncio.gather(*asked)
