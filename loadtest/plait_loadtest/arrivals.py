@@ -40,14 +40,15 @@ _BLOCK = 1 << 14  # gaps drawn at once; fixed, so that a longer run starts with 
 def schedule(
     arrivals: Arrivals, *, duration_s: float, warm_up_s: float, count: int | None, seed: int
 ) -> tuple[Times, int]:
-    """Return nanoseconds since the start of the warm-up, int64 (N,) ascending, and how many of them are warm-up.
+    """Return nanoseconds since the start of the warm-up, int64 (N,) ascending, and how many of them are warm-up; none
+    for a closed loop, which has no schedule.
 
     The warm-up is the same load before the measured part; ramps and steps begin after it, at their first rate.
     Without `count` the measured part is `duration_s` long, otherwise it ends with its `count`-th request. Raises
     `ScenarioError` if the trace cannot be read or is too short, or if the plan would be too large.
     """
     if isinstance(arrivals, ClosedLoopCallers):
-        raise ScenarioError("arrivals.kind: closed-loop callers have no schedule")
+        return np.empty(0, dtype=np.int64), 0
     if isinstance(arrivals, TraceArrivals):
         times_s = (read_times(arrivals.file, arrivals.column) - arrivals.offset_s) / arrivals.speed
         times_s = times_s[times_s >= 0]

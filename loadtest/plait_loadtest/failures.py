@@ -1,4 +1,5 @@
-"""Why requests failed, in words: collected while they end, kept once for all requests that failed alike.
+"""Why requests failed, in words: collected while they end, kept once for all requests that failed alike. And the
+limits of the generator and of its machine: which one an error means, and what to do about it.
 
 A text is ours up to the first `: `, and what the server said after it. What the server says of one request only (an
 id, a time: words with digits) makes no other text, so that a run has few of them.
@@ -6,18 +7,28 @@ id, a time: words with digits) makes no other text, so that a run has few of the
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Sequence
+import resource
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plait_loadtest.scenario import Scenario
+from plait_loadtest.scenario import GeneratorLimits, Scenario
 from plait_loadtest.values import Records, RequestOutcome
 
 if TYPE_CHECKING:
     from plait_loadtest.wire.http1 import HttpConnection
+
+DESCRIPTORS, PORTS, MEMORY = "out of file descriptors", "out of local ports", "out of memory"
+ROOM = "limits.connections or limits.in_flight was met"
+
+_OF_ERROR = {
+    errno.EMFILE: DESCRIPTORS, errno.ENFILE: DESCRIPTORS, errno.EADDRNOTAVAIL: PORTS,
+    errno.ENOMEM: MEMORY, errno.ENOBUFS: MEMORY,
+}  # fmt: skip
 
 _SHOWN_BYTES = 200
 _READ_BYTES = 8192  # a key must be found as a whole
@@ -93,3 +104,21 @@ def joined(parts: Sequence[tuple[Records, Sequence[str]]]) -> tuple[Records, tup
     records = np.concatenate([each for each, _ in parts])
     records["why"] = np.concatenate([to[each["why"]] for to, (each, _) in zip(numbers, parts, strict=True)])
     return records[np.argsort(records["index"], kind="stable")], tuple(whole.texts)
+
+
+def limit_of(error: OSError) -> str:
+    """Return the limit that an error means; empty: none of this machine's."""
+    return _OF_ERROR.get(error.errno or 0, "")
+
+
+def sentences(met: Mapping[str, int], limits: GeneratorLimits) -> tuple[str, ...]:
+    """Return a sentence for each limit that was met: how many requests it held up, and what to do."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    hosts = "or share the load among hosts (--part)"
+    texts = {
+        DESCRIPTORS: f"{{}} requests were not sent; raise ulimit -n, which is {files}, {hosts}",
+        PORTS: f"{{}} requests were not sent; widen sysctl net.ipv4.ip_local_port_range, {hosts}",
+        MEMORY: f"{{}} requests were not sent; lower the rate, limits.connections or limits.response_bytes, {hosts}",
+        ROOM: f"{{}} requests had to wait; raise them, {limits.connections} and {limits.in_flight}, in the scenario",
+    }
+    return tuple(f"{limit}: {texts[limit].format(count)}" for limit, count in met.items() if count)

@@ -48,7 +48,9 @@ def load_scenario(source: str | Path | Mapping[str, object], overrides: Mapping[
     """
     said, folder, settings = _read(source)
     make_paths_absolute(settings, folder)
-    _fill_in(settings)
+    # The containers that overrides need where the scenario leaves the default.
+    settings.setdefault("arrivals", model.PoissonArrivals(rate_per_s=1.0).model_dump())
+    settings.setdefault("mix", [{}])
     for key, value in sorted(overrides.items(), key=lambda item: item[0] != "arrivals.kind"):
         _override(settings, key, _plain(value))
     make_paths_absolute(settings, Path.cwd())
@@ -112,12 +114,6 @@ def _plain(value: Any) -> Any:
 
 
 # ---- completing ------------------------------------------------------------------------------------------------------
-
-
-def _fill_in(settings: _Node) -> None:
-    """Add the containers that overrides need where the scenario leaves the default."""
-    settings.setdefault("arrivals", model.PoissonArrivals(rate_per_s=1.0).model_dump())
-    settings.setdefault("mix", [{}])
 
 
 def _fit_stages(settings: _Node) -> None:

@@ -308,3 +308,8 @@ class Scenario(_ScenarioModel):
     slos: dict[Name, Slo] = Field(default_factory=dict, description="by class name")
     thresholds: tuple[str, ...] = Field(default=(), description='"p99_ms < 250": exit code 99 if one is missed')
     needs: tuple[str, ...] = Field(default=(), description="settings that have no default and must be given")
+
+    @property
+    def callers(self) -> int:
+        """The callers of a closed loop; 0: requests have a schedule."""
+        return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoopCallers) else 0

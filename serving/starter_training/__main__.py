@@ -11,12 +11,43 @@ import torch
 
 from plait.cli.main import main as plait
 from plait_serving.starter.manifest import WEIGHTS
-from starter_training.data import DEFAULT_COUNT, NpmUnavailableError, load_images
-from starter_training.plan import FULL, STAGES, override, smoke_plan
-from starter_training.stages import train_all
+from starter_training.base import build_studio, train_base, train_text
+from starter_training.controlnets import train_controlnet
+from starter_training.data import DEFAULT_COUNT, NpmUnavailableError, TrainingImages, load_images
+from starter_training.export import export_base, export_controlnet, export_lora, export_rest, training_notes
+from starter_training.loop import StageOutcome
+from starter_training.loras import train_lora
+from starter_training.plan import FULL, STAGES, Plan, override, smoke_plan
+from starter_training.text import build_tokenizer
+from starter_training.vae import train_decoder, train_vae
 
 # More than data.FAVOURED, few enough that a smoke run is quick.
 SMOKE_COUNT = 40
+
+
+def train_all(
+    images: TrainingImages, plan: Plan, work: Path, out: Path, stages: tuple[str, ...]
+) -> dict[str, StageOutcome]:
+    """Train `stages` in order (the first four always) as far as their checkpoints in `work` are incomplete, write the
+    bundle to `out`, and return each stage's outcome."""
+    outcomes: dict[str, StageOutcome] = {}
+    vae, outcomes["vae"] = train_vae(images, plan["vae"], work / "vae.pt")
+    outcomes["decoder"] = train_decoder(vae, images, plan["decoder"], work / "decoder.pt")
+    studio = build_studio(images, vae, build_tokenizer(images.names))
+    outcomes["text"] = train_text(studio, plan["text"], work / "text.pt")
+    outcomes["base"] = train_base(studio, plan["base"], work / "base.pt")
+    export_base(studio, out)
+    for name in ("edges", "colors"):
+        if name in stages:
+            net, outcomes[name] = train_controlnet(studio, name, plan[name], work / f"{name}.pt")
+            export_controlnet(net, name, out)
+    for name in ("noto", "sketch", "pixel"):
+        if name in stages:
+            tensors, done = train_lora(studio, name, plan, work)
+            outcomes |= done
+            export_lora(tensors, name, out)
+    export_rest(images, training_notes(plan, outcomes), out)
+    return outcomes
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
 from starter_training.base import Studio, build_scheduler
 from starter_training.data import TrainingImages
+from starter_training.loop import SEED, StageOutcome
 from starter_training.loras import to_kohya
+from starter_training.plan import Plan
 
 NAME = "emoji"
 KOHYA = ("sketch",)
@@ -92,6 +95,22 @@ Concepts are chosen by the rule in `data.py`. Nothing was removed by hand.
 
 {notes.strip()}
 """
+
+
+def training_notes(plan: Plan, outcomes: Mapping[str, StageOutcome]) -> str:
+    """Return the part of the card that describes how this bundle was trained."""
+    lines = [
+        "## Training",
+        f"Seed {SEED}; torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}.",
+        "",
+        "| stage | steps | batch | peak rate | seconds | last loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, outcome in outcomes.items():
+        recipe = plan[name]
+        numbers = (f"{recipe.rate:g}", f"{outcome.seconds_s:.0f}", f"{outcome.loss:.4f}")
+        lines.append("| " + " | ".join((name, str(recipe.steps), str(recipe.batch), *numbers)) + " |")
+    return "\n".join(lines)
 
 
 def export_rest(images: TrainingImages, notes: str, folder: Path) -> None:

@@ -18,7 +18,6 @@ from diffusers import ControlNetModel
 from plait_fabric import ChannelClosed, Listener, PeerLost, connect, listen, recv_tensors, send_tensors
 from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
-from plait_fabric.rpc.replicas import ReplicaLink
 from plait_kernels.heartbeat import Stuck
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
@@ -37,7 +36,8 @@ from plait_serving.diffusion.protocols import (
 )
 from support import controlnet as kit
 from support.closeness import EQUAL, ulps
-from support.waiting import wait_for
+from support.fabric import Replicas, new_address
+from support.waiting import Clock, wait_for
 
 WAIT_S = 60.0
 
@@ -59,12 +59,11 @@ class GatedRunner(ControlNetModelRunner):
         return super().residuals(blocks)
 
 
-class Fleet(kit.ReplicaFleet):
+class Fleet(Replicas):
     """Replicas of a tiny ControlNet for SD 1.x in threads, and clients that connect to them. All end with the test."""
 
     def __init__(self, folder: Path, places: Path, stack: ExitStack) -> None:
-        super().__init__()
-        self.links: list[ReplicaLink] = []
+        super().__init__(secret=kit.SECRET, timeout_s=60)
         self._folder, self._places, self._stack = folder, places, stack
 
     def runner(self) -> ControlNetModelRunner:
@@ -77,7 +76,7 @@ class Fleet(kit.ReplicaFleet):
         self, replica: str = "r", scheme: str = "inproc", runner: ControlNetModelRunner | None = None, **options: Any
     ) -> ControlNetService:
         """One more; options as for `support.controlnet.serving`."""
-        address = kit.new_address(scheme, self._places)
+        address = new_address(scheme, self._places)
         service = self._stack.enter_context(kit.serving(runner or self.runner(), address, **options))
         self.addresses[replica] = service.addresses[0]
         return service
@@ -86,10 +85,6 @@ class Fleet(kit.ReplicaFleet):
         client = RemoteControlNetClient("edges", self.connect, **options)
         self._stack.callback(client.shutdown)
         return client
-
-    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
-        self.links.append(super().connect(left_out))
-        return self.links[-1]
 
 
 @pytest.fixture
@@ -246,7 +241,7 @@ def test_every_session_moves_to_the_next_replica(fleet: Fleet, twin: Twin, schem
 
 def test_none_left_is_an_error_and_a_replica_that_is_back_serves_again(fleet: Fleet, twin: Twin) -> None:
     """No replica is asked during the pause after that, and nothing of it stays."""
-    clock, ask, gate = kit.Clock(), _ask(1), fleet.gated()
+    clock, ask, gate = Clock(), _ask(1), fleet.gated()
     only = fleet.serve("only", "shm", runner=gate)
     client = fleet.client(backoff=Backoff(first_s=2, max_s=8), clock=clock)
     session = ask.open(client)
@@ -279,7 +274,7 @@ def test_lost_channel_to_the_only_replica_is_made_again(fleet: Fleet, twin: Twin
 
 def test_client_moves_to_a_replica_with_fewer_clients(fleet: Fleet, twin: Twin) -> None:
     """Asked now and then: running sessions follow with their next step. If nobody else answers, the client stays."""
-    clock, asks, asked = kit.Clock(), [_ask(1), _ask(2), _ask(3)], []
+    clock, asks, asked = Clock(), [_ask(1), _ask(2), _ask(3)], []
 
     def worth_moving(replica: str) -> bool:
         asked.append(replica)
@@ -330,7 +325,7 @@ def test_step_that_kills_every_replica_is_given_up(fleet: Fleet, tmp_path: Path)
     """A step is tried on three replicas, not on all: whatever kills them must not kill the whole fleet."""
     with ExitStack() as stack:
         for number in range(5):
-            listener = stack.enter_context(listen(kit.new_address("inproc", tmp_path), secret=kit.SECRET))
+            listener = stack.enter_context(listen(new_address("inproc", tmp_path), secret=kit.SECRET))
             threading.Thread(target=_pretend, args=(listener, None), daemon=True).start()
             fleet.addresses[f"r{number}"] = listener.address
         client, ask = fleet.client(), _ask(1)
@@ -351,7 +346,7 @@ REPLIES = {
 def test_replica_that_mixes_up_answers_is_left(fleet: Fleet, tmp_path: Path, twin: Twin, reply: str) -> None:
     """An answer twice, to nothing that was asked, of wrong length or of no sense: another replica answers instead."""
     ask = _ask(1)
-    with listen(kit.new_address("inproc", tmp_path), secret=kit.SECRET) as listener:
+    with listen(new_address("inproc", tmp_path), secret=kit.SECRET) as listener:
         threading.Thread(target=_pretend, args=(listener, REPLIES[reply]), daemon=True).start()
         fleet.addresses["confused"] = listener.address
         fleet.serve("well")

@@ -14,9 +14,10 @@ from plait_fabric import Channel, ChannelClosed, ProtocolViolation, RecvTimeout,
 from plait_fabric.errors import BadHeader
 from plait_fabric.link.link import Link
 from plait_fabric.link.modelled import LinkPort, ModelledChannel, MonotonicClock, modelled
-from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance, eventually
+from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
 from suites.fabric_tensors import TensorConformance
 from support.fabric_links import shipped, slow_link
+from support.waiting import wait_for
 
 LINK, OTHER_LINK = shipped().link, shipped("400g-cross-pod").link
 _numbers = itertools.count()
@@ -124,7 +125,7 @@ def test_a_host_that_is_slower_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair()
     with modelled(one, LINK) as client, modelled(other, LINK) as server, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(server.recv, WAIT_S)
-        assert eventually(lambda: server.statistics().recv_waits > 0)
+        wait_for(lambda: server.statistics().recv_waits > 0)
         client.send({}, [b"x" * 32])
         message = waiting.result(WAIT_S)
         assert (message.delivery.kind, message.delivery.link) == ("modelled", LINK.name)

@@ -23,10 +23,11 @@ from plait_fabric import (
     listen,
 )
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_places
-from suites.fabric_channel import SECRET, SMALL, WAIT_S, ChannelConformance, eventually
+from suites.fabric_channel import SECRET, SMALL, WAIT_S, ChannelConformance
 from suites.fabric_listener import ListenerConformance, ProcessConformance
 from suites.fabric_raw import RawEnds, raw_ends
 from suites.fabric_tensors import TensorConformance
+from support.waiting import wait_for
 
 ADDRESS = "nixl://127.0.0.1:0"
 ONE_SIDED = replace(SMALL, one_sided_from_bytes=1)
@@ -97,7 +98,7 @@ def test_written_messages_arrive_in_order(ends: tuple[Channel, Channel]) -> None
                     assert got == [b"head", bytes([number]) * nbytes, b"", bytes([number]) * 3]
             assert receiver.recv(WAIT_S).header == {"number": "last"}
             sent.result(WAIT_S)
-        assert eventually(lambda sender=sender: sender.pool.statistics().leases == 0)  # type: ignore[misc]
+        wait_for(lambda sender=sender: sender.pool.statistics().leases == 0)  # type: ignore[misc]
 
 
 def test_a_window_of_unreleased_messages_stops_the_sender(ends: tuple[Channel, Channel]) -> None:
@@ -127,11 +128,11 @@ def test_an_announced_message_survives_a_timeout(raw: RawEnds) -> None:
     raw.notify_server(b"w" + (1).to_bytes(8, "big"))
     with ThreadPoolExecutor(1) as threads:  # over TCP a note leaves when somebody makes progress
         sending = threads.submit(
-            eventually, lambda: bool(client.pool.statistics() and server.statistics().messages_received)
+            wait_for, lambda: bool(client.pool.statistics() and server.statistics().messages_received)
         )
         with server.recv(WAIT_S) as message:
             assert message.header == {}
-        assert sending.result(WAIT_S)
+        sending.result(WAIT_S)
 
 
 def test_announced_and_gone(raw: RawEnds) -> None:
@@ -152,9 +153,9 @@ def test_wrong_notes(raw: RawEnds, note: bytes) -> None:
     client, server = raw.client, raw.server
     raw.notify_client(note)
     with ThreadPoolExecutor(1) as threads:  # a note leaves when somebody makes progress
-        progress = threads.submit(eventually, lambda: bool(server.pool.statistics()) and client.closed)
+        progress = threads.submit(wait_for, lambda: bool(server.pool.statistics()) and client.closed)
         with pytest.raises(ProtocolViolation, match="note"):
             client.recv(WAIT_S)
-        assert progress.result(WAIT_S)
+        progress.result(WAIT_S)
     with pytest.raises(ProtocolViolation):
         client.send({}, [bytes(1_000)])

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.fabric import CutListener
 from plait_disagg.refresh.prepared_update import PreparedUpdate, RowWrite
 from plait_disagg.tables.errors import OtherVersion, ShardLost, ShardRefused
 from plait_disagg.tables.pieces import HeldPieces
@@ -26,9 +25,10 @@ from plait_disagg.tables.values import Lookup
 from plait_disagg.workers.shard import ShardWorker
 from plait_fabric import PeerLost, connect, listen
 from plait_fabric.rpc.fields import greeting
-from suites.fabric_channel import eventually
-from support.fabric_rows import SECRET, Replicas, merged, reach, shard, two_pieces, who
+from support.fabric import CutListener, Replicas
+from support.fabric_rows import SECRET, merged, reach, shard, two_pieces, who
 from support.tables import held_by, make_ask, make_weights, stored
+from support.waiting import wait_for
 
 WEIGHTS = make_weights()
 ASKS = [make_ask("t0", "sum", [[1, 2], [], [6]], weighted=True), make_ask("t3", "rows", [[5, 60]])]
@@ -85,18 +85,18 @@ def test_one_copy_on_the_sending_side(serve, tmp_path: Path) -> None:
     """A lookup copies each number once: into memory of the channel, which is then sent as it is; so does its answer."""
     listener = CutListener(listen(f"shm://{tmp_path}/s", secret=SECRET))
     serve(0, listener=listener)
-    replicas = Replicas(listener.address)
+    replicas = Replicas({"s": listener.address}, secret=SECRET)
     asker = reach(0, replicas=replicas)
     piece = two_pieces().of_table("t3")[0].name
     bags = make_ask("t3", "sum", [list(range(60))] * 300, weighted=True)
-    before = replicas.channels[0].statistics()
+    before = replicas.links[0].channel.statistics()
     (value,) = asker.begin([replace(bags, lookup=Lookup(name=piece, table=piece, mode="sum"))], "1")()
     assert value.shape == (300, 16)
-    sent = replicas.channels[0].statistics()
+    sent = replicas.links[0].channel.statistics()
     numbers = sum(part.nbytes for part in (bags.ids, bags.offsets, bags.weights) if part is not None)
     assert (sent.copies - before.copies, sent.copied_bytes - before.copied_bytes) == (2, numbers)
     answering = listener.channels[0]
-    assert eventually(lambda: answering.statistics().copied_bytes == value.nbytes), "it counts after it has sent"
+    wait_for(lambda: answering.statistics().copied_bytes == value.nbytes)  # it counts after it has sent
     assert answering.statistics().copies == 1
 
 
@@ -140,7 +140,7 @@ def test_a_lost_shard_fails_what_needs_it_and_comes_back(serve) -> None:
     first_half = [make_ask("t2", "rows", [[0]])]  # too narrow for columns: its first row is on shard 0
     assert equal(tables.lookup(first_half), asks=first_half)
     serve(1, address=address)
-    assert eventually(lambda: asker.up == 1, within_s=WAIT_S)
+    wait_for(lambda: asker.up == 1)
     assert equal(tables.lookup(ASKS))
 
 
@@ -157,14 +157,14 @@ def test_a_twin_answers_for_a_replica_that_is_lost_or_silent(serve, lost: bool) 
     gate = _Gated(0)
     first, twin = serve(0, held=gate), serve(0)
     asker = reach(0, first, twin, twin_after_s=WAIT_S if lost else 0.05)
-    assert eventually(lambda: asker.up == 2, within_s=WAIT_S)
+    wait_for(lambda: asker.up == 2)
     pending = []
 
     def is_asked() -> bool:  # the twin may answer a lookup before the next one, which then is its own, too
         pending.append(asker.begin([row_of(3)], "1"))
         return gate.asked.wait(0.01)
 
-    assert eventually(is_asked, within_s=WAIT_S)
+    wait_for(is_asked)
     if lost:
         first.stop(drain_s=0)
     for one in pending:
@@ -204,8 +204,8 @@ def test_shards_that_do_not_add_up_are_not_asked(serve, caplog: pytest.LogCaptur
     other = make_weights(shapes=((8, 32), (19, 32), (3, 5), (64, 32), (1, 5)))
     for asks, said in ((who(1), "shard is 1, not 0: shards must be deployed together"), (who(0, other), "plan is")):
         with caplog.at_level(logging.WARNING):
-            made = RemoteShard(Replicas(worker.addresses[0]), asks)
-            assert eventually(lambda said=said: said in caplog.text and "cannot connect" in caplog.text)  # type: ignore[misc]
+            made = RemoteShard(Replicas({"s": worker.addresses[0]}, secret=SECRET).connect, asks)
+            wait_for(lambda said=said: said in caplog.text and "cannot connect" in caplog.text)  # type: ignore[misc]
         assert not made.up
         made.close()
         caplog.clear()

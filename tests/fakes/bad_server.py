@@ -142,13 +142,17 @@ def once(_server: BadServer, connection: socket.socket, served: int) -> bool:
     return served == 0
 
 
-def swallows(_server: BadServer, connection: socket.socket, served: int) -> bool:
+def swallows(answer: bytes) -> Behaviour:
     """Answers the first request of a connection; reads the second, and resets a while later."""
-    if served == 0:
-        connection.sendall(OK)
-        return True
-    time.sleep(0.3)
-    return reset(_server, connection, served)
+
+    def behave(server: BadServer, connection: socket.socket, served: int) -> bool:
+        if served == 0:
+            connection.sendall(answer)
+            return True
+        time.sleep(0.3)
+        return reset(server, connection, served)
+
+    return behave
 
 
 def leaves(answer: bytes) -> Behaviour:
@@ -181,7 +185,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "ok": says(OK, goes_on=True),
     "slow": late(0.05),
     "second": late(1.0),
-    "swallows": swallows,
+    "swallows": swallows(OK),
     "leaves": leaves(OK),
     "http2": says(b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\x64"),
     "dead": hangs(b""),

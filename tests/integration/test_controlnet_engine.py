@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +25,11 @@ from plait_serving.diffusion.protocols import ControlCall
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Scheduler
 from support import controlnet as kit
 from support.denoise import control_image, make_request
+from support.engine import Watch
+from support.fabric import Replicas, new_address
 from support.log_file import LogFile, log_file
 
 __all__ = ["log_file"]
-
-WAIT_S = 120.0
 
 
 @dataclass(eq=False)
@@ -43,15 +42,8 @@ class Scene:
 
     def make(self, *requests: ImageRequest) -> dict[str, Event]:
         """Runs all at once; how each ended."""
-        ended: queue.Queue[tuple[str, Event]] = queue.Queue()
-
-        def sink(name: str, event: Event) -> None:
-            if isinstance(event, Finished | Failed):
-                ended.put((name, event))
-
-        for request in requests:
-            self.engine.submit(request, partial(sink, request.request_id))
-        return dict(ended.get(timeout=WAIT_S) for _ in requests)
+        watches = {request.request_id: Watch(self.engine, request) for request in requests}
+        return {name: watch.end() for name, watch in watches.items()}
 
 
 @pytest.fixture
@@ -59,8 +51,8 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
     """A fresh engine with one replica of its ControlNet."""
     folder = tiny_sd_controlnets[0]
     runner = load_controlnet(folder, dtype=torch.float32)
-    with kit.serving(runner, kit.new_address("tcp", tmp_path)) as edges:
-        fleet = kit.ReplicaFleet({"thread": edges.addresses[0]})
+    with kit.serving(runner, new_address("tcp", tmp_path)) as edges:
+        fleet = Replicas({"thread": edges.addresses[0]}, secret=kit.SECRET, timeout_s=60)
         remote = {"edges": partial(RemoteControlNetClient, "edges", fleet.connect)}
         settings = EngineSettings(
             model=tiny_sd_folder,

@@ -25,12 +25,13 @@ import torch
 from plait_fabric import FabricOptions
 from plait_disagg.tables.errors import ShardLost
 from plait_disagg.tables.reference import SeparateTables
-from support.fabric_rows import Replicas, merged, reach
+from support.fabric import Replicas
+from support.fabric_rows import merged, reach
 from support.tables import make_ask, make_weights
 secret, *addresses = sys.argv[1:]
 options = FabricOptions(tcp_keepalive_idle_s=1)
 shards = [
-    reach(number, replicas=Replicas(address, secret=bytes.fromhex(secret), timeout_s=1.0, options=options),
+    reach(number, replicas=Replicas({"s": address}, secret=bytes.fromhex(secret), timeout_s=1.0, options=options),
           answer_timeout_s=1.0)
     for number, address in enumerate(addresses)
 ]

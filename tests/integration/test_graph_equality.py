@@ -8,20 +8,18 @@ from functools import partial
 import pytest
 import torch
 
-from fakes.engine import EveryBatchPays
 from fakes.graphs import FakeCapture
 from plait_kernels.executors import graphs
 from plait_kernels.executors.graphs import GraphMemory
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.families.unet.compiled import graphed_halves
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
-from suites.fabric_channel import eventually
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image, make_request
-from support.engine_probe import Probe, fused_reference
+from support.engine_probe import fused_reference, probed
 from support.tiny import tiny_lora
+from support.waiting import wait_for
 
 LORAS = (LoraRef(name="one", scale=0.9), LoraRef(name="two", scale=-0.6))
 CONTROLS = (ControlRef(name="a", image=control_image(1), scale=0.8), ControlRef(name="b", image=control_image(2)))
@@ -30,15 +28,8 @@ CONTROLS = (ControlRef(name="a", image=control_image(1), scale=0.8), ControlRef(
 class Graphed:
     """The engine on a tiny SDXL, its captures, and diffusers on the same request."""
 
-    def __init__(self, folder, loras, controlnets) -> None:
-        self.reference = partial(fused_reference, folder, loras=loras, controlnets=controlnets, kept={})
-        settings = EngineSettings(
-            model=folder, lora_source=FolderSource(loras), controlnets=controlnets, converts=False,
-            executor=ExecutorName.TORCH,
-            knobs=EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL, exact=Exact.NEVER),
-        )  # fmt: skip
-        engine = build_engine(settings, costs=EveryBatchPays())
-        self.probe = Probe(engine)
+    def __init__(self, probe, reference) -> None:
+        self.probe, self.reference, engine = probe, reference, probe.engine
         self.unet, self.capture = engine.pool.first.stepper.denoiser.bundle.unet, FakeCapture()
         self.memory = GraphMemory(self.capture, budget_bytes=1 << 30)
         engine.pool.first.stepper.denoiser.adopt(graphed_halves(self.unet, self.memory))
@@ -68,9 +59,15 @@ def graphed(tiny_sdxl_folder, tiny_sdxl_controlnets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("loras")
     tiny_lora(folder / "one.safetensors", tiny_sdxl_folder, fmt="peft", rank=3)
     tiny_lora(folder / "two.safetensors", tiny_sdxl_folder, fmt="kohya", rank=2, conv=True, seed=5)
-    there = Graphed(tiny_sdxl_folder, folder, dict(zip("ab", tiny_sdxl_controlnets, strict=True)))
-    yield there
-    there.probe.engine.stop(drain_s=0)
+    nets = dict(zip("ab", tiny_sdxl_controlnets, strict=True))
+    reference = partial(fused_reference, tiny_sdxl_folder, loras=folder, controlnets=nets, kept={})
+    engine = probed(
+        model=tiny_sdxl_folder, lora_source=FolderSource(folder), controlnets=nets, converts=False,
+        executor=ExecutorName.TORCH,
+        knobs=EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL, exact=Exact.NEVER),
+    )  # fmt: skip
+    with engine as probe:
+        yield Graphed(probe, reference)
 
 
 def test_lora_sets_are_merged_under_the_same_graphs(graphed):
@@ -100,7 +97,7 @@ def test_residuals_are_added_between_the_graphs(graphed, monkeypatch):
         for _ in range(2):
             (ours,) = graphed.probe.latents(asked)
             assert graphed.difference(asked, ours) <= EQUAL
-            assert eventually(lambda memory=memory: memory.graphs == 1)
+            wait_for(lambda memory=memory: memory.graphs == 1)
         assert capture.recordings[0].replays == asked.steps
 
 

@@ -17,7 +17,7 @@ import pytest
 import uvloop
 
 from fakes.bad_server import BadServer, bad_server
-from plait_loadtest.limits import DESCRIPTORS, MEMORY, PORTS, ROOM
+from plait_loadtest.failures import DESCRIPTORS, MEMORY, PORTS, ROOM
 from plait_loadtest.scenario import GeneratorLimits, LoadTarget, Scenario
 from plait_loadtest.values import PreparedRequest, RequestOutcome
 from plait_loadtest.wire.dial import LOOKUP_S, Dialler, RequestWriter, place_of

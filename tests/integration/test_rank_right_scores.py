@@ -190,12 +190,12 @@ def client(rig: Rig, hns: dict[str, HnWorker], tmp_path_factory: pytest.TempPath
         write_package(folder, case.module().eval(), (*case.inputs, Ids("item")), name=name)
         package = open_package(folder)
         whole = CoreRanker(WholeCore(package.card(), package.sparse(), package.dense(prepares=True)))
-        rig.at_end(lambda whole=whole: asyncio.run(whole.close(drain_s=0.5)))
+        rig.callback(lambda whole=whole: asyncio.run(whole.close(drain_s=0.5)))
         card = package.card(mode="split")
         hn = hns[name] = HnWorker(card, package.dense(prepares=True), [rig.listen(name)])
-        rig.at_end(lambda hn=hn: hn.stop(drain_s=0.5))
+        rig.callback(hn.stop, drain_s=0.5)
         cn = CnCore(card, package.sparse(), rig.connect(name), backoff=QUICK)
-        rig.at_end(lambda cn=cn: cn.stop(drain_s=0.5))
+        rig.callback(cn.stop, drain_s=0.5)
         wait_for(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
         served |= {f"{name}-whole": ServedRanker(ranker=whole), f"{name}-split": ServedRanker(ranker=CoreRanker(cn))}
     return TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(served)))

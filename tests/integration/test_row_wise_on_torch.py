@@ -27,9 +27,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def probe(models: Models) -> Iterator[Probe]:
     """The engine on torch."""
-    probe = models.build(executor=ExecutorName.TORCH)
-    yield probe
-    probe.engine.stop(drain_s=0)
+    with models.started(executor=ExecutorName.TORCH) as probe:
+        yield probe
 
 
 def test_requests_of_different_sets_share_every_call(models, probe):
@@ -89,9 +88,6 @@ def test_a_model_with_a_set_in_its_weights_gives_the_images_of_the_set_as_an_inp
             for lora in SETS[name]
         ]
         write_merged(models.base, files, tmp_path / name)
-        merged = replace(models, base=tmp_path / name).build(executor=ExecutorName.TORCH)
-        try:
+        with replace(models, base=tmp_path / name).started(executor=ExecutorName.TORCH) as merged:
             (found,) = merged.latents(asked(f"dressed {name}"))
-        finally:
-            merged.engine.stop(drain_s=0)
         assert max_difference(found, expected) < CLOSE

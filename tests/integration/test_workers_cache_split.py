@@ -61,7 +61,7 @@ class Workers:
         """An HN that listens."""
         dense = GatedDense(self.package.dense())
         worker = HnWorker(self.package.card(), dense, [self.rig.listen(name)])
-        self.rig.at_end(lambda: worker.stop(drain_s=0.5))
+        self.rig.callback(worker.stop, drain_s=0.5)
         return worker, dense
 
     async def cn(self, *hns: str, **knobs: object) -> CnCore:
@@ -75,7 +75,7 @@ class Workers:
             knobs=WorkerKnobs(**knobs),  # type: ignore[arg-type]
             backoff=QUICK,
         )
-        self.rig.at_end(lambda: core.stop(drain_s=0.5))
+        self.rig.callback(core.stop, drain_s=0.5)
         await until(lambda: core.ready() is None)
         return core
 

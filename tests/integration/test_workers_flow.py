@@ -61,8 +61,8 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
 
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
-    rig.at_end(lambda: thread.join(60))
-    rig.at_end(listener.close)
+    rig.callback(thread.join, 60)
+    rig.callback(listener.close)
 
 
 def _send(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
@@ -186,11 +186,13 @@ async def test_very_many_answers_at_once_arrive(rig: Rig) -> None:
     sparse = kit.FakeSparse()
     card = dataclasses.replace(kit.CARD, version="2026-11-28T22-30-00-retrained-nightly")
     core = WholeCore(card, sparse, kit.FakeDense(), knobs=WorkerKnobs(largest_batch_rows=5_000))
-    rig.at_end(lambda: core.stop(drain_s=0.5))
+    rig.callback(core.stop, drain_s=0.5)
     rig.front(core)
     ranker = await rig.ranker()
     sparse.gate.clear()
-    asked = [asyncio.ensure_future(ranker.rank(kit.request(seed, 1))) for seed in range(1_001)]
+    asked = [asyncio.ensure_future(ranker.rank(kit.request(0, 1)))]
+    await until(lambda: sparse.entered == 1)  # alone, so that all others share a batch
+    asked += [asyncio.ensure_future(ranker.rank(kit.request(seed, 1))) for seed in range(1, 1_001)]
     await until(lambda: core.metrics()["requests_total"] + core.metrics()["waiting"] == len(asked))
     sparse.gate.set()
     answers = await asyncio.gather(*asked)

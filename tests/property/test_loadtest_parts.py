@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from plait_loadtest.errors import ReportError, ScenarioError
 from plait_loadtest.merging import merged
+from plait_loadtest.plan import shares
 from plait_loadtest.report import parts
 from plait_loadtest.report.document import document
-from plait_loadtest.run.messages import shares
-from plait_loadtest.scenario import GeneratorLimits, ImageClass, Slo
+from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, ImageClass, Slo
 from plait_loadtest.session import finished
 from plait_loadtest.thresholds import parse_all
 from plait_loadtest.values import Echo, HostPart, RequestOutcome
@@ -103,16 +103,16 @@ def test_hosts_send_every_request_once(count, connections, processes, callers):
     a caller is refused: it would send nothing of its part."""
     hosts = len(processes)
     planned = 0 if callers else count
-    plan = made.plan(planned, concurrency=callers)
-    limits = GeneratorLimits(connections=connections)
+    plan = made.plan(planned)
+    scenario = SCENARIO.model_copy(update={"limits": GeneratorLimits(connections=connections)})
+    if callers:
+        scenario = scenario.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=callers)})
     if 0 < callers < hosts:
         with pytest.raises(ScenarioError, match="callers cannot be shared"):
-            shares(plan, SCENARIO, HostPart(rank=0, hosts=hosts))
+            shares(plan, scenario, HostPart(rank=0, hosts=hosts))
         return
     given_ = [
-        shares(
-            plan, SCENARIO.model_copy(update={"processes": here, "limits": limits}), HostPart(rank=rank, hosts=hosts)
-        )
+        shares(plan, scenario.model_copy(update={"processes": here}), HostPart(rank=rank, hosts=hosts))
         for rank, here in enumerate(processes)
     ]
     sent = [
@@ -139,6 +139,22 @@ def test_a_part_comes_back_from_its_file(tmp_path_factory, run):
     assert back.part == kept.part
     kept = replace(kept, verdicts=())
     assert told(back) == told(kept)
+
+
+def test_a_damaged_part_is_refused(tmp_path):
+    """Records of a class that the scenario has not, with a reason that was not kept, or in another shape."""
+    path, records = tmp_path / "one.npz", made.records(np.arange(6) / 2.0, 10.0)
+    parts.write(path, session(records, HostPart()))
+    with np.load(path) as file:
+        stored = dict(file)
+    other_class, other_reason = records.copy(), records.copy()
+    other_class["kind"], other_reason["why"] = 2, 3
+    for name, damaged in (
+        ("records", other_class), ("records", other_reason), ("records", records[0]), ("echo", np.array(0)),
+    ):  # fmt: skip
+        np.savez(path, **{**stored, name: damaged})
+        with pytest.raises(ReportError, match=r"one\.npz is"):
+            parts.read(path)
 
 
 @pytest.mark.parametrize("hosts", [2, 3])

@@ -12,11 +12,10 @@ override `wrap`. `fabric_listener` has the other two: `ListenerConformance` for 
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,14 +37,15 @@ from plait_fabric.errors import (
 )
 from plait_fabric.protocols import Channel
 from plait_fabric.values import FabricOptions, MessageLimits
+from support.fabric import new_address
+from support.waiting import wait_for
 
-__all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "eventually", "fill", "new_address"]
+__all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "fill"]
 
 SECRET = b"a secret for tests only"
 WAIT_S = 60.0
 """Longer than anything here takes, even on a loaded machine."""
 SOON_S = 0.05
-_numbers = itertools.count()
 _ENDLESS: dict[str, object] = {}
 _ENDLESS["x"] = _ENDLESS
 SMALL = FabricOptions(
@@ -53,23 +53,6 @@ SMALL = FabricOptions(
     in_flight_messages=8,
     limits=MessageLimits(header_bytes=4096, buffers=16, message_bytes=1 << 21),
 )
-
-
-def new_address(scheme: str, folder: Path) -> str:
-    """Return somewhere to listen that nobody else does: a name, a socket in a private folder, or any free port."""
-    number = next(_numbers)
-    place = {"inproc": f"{folder.name}-{number}", "shm": f"{folder}/{number}"}.get(scheme, "127.0.0.1:0")
-    return f"{scheme}://{place}"
-
-
-def eventually(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> bool:
-    """Poll a condition that another thread or process is about to make true."""
-    end_s = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def fill(channel: Channel) -> None:
@@ -195,7 +178,7 @@ class ChannelConformance:
             ends[0].send({"x": math.nan}, [failed := ends[0].pool.acquire(5)])
         assert not failed.live
         ends[1].recv(WAIT_S).release()
-        assert eventually(lambda: ends[0].pool.statistics().leases == 0)
+        wait_for(lambda: ends[0].pool.statistics().leases == 0)
 
     def test_what_is_kept_outlives_the_release(self, ends: tuple[Channel, Channel]) -> None:
         """Small and large payloads alike: other messages do not change it, and it may be written to."""
@@ -324,7 +307,7 @@ class ChannelConformance:
         client, server = small_ends
         with ThreadPoolExecutor(1) as threads:
             filling = threads.submit(fill, client)
-            assert eventually(lambda: client.statistics().send_waits > 0)
+            wait_for(lambda: client.statistics().send_waits > 0)
             server.close()
             assert isinstance(filling.exception(WAIT_S), Exception)
         assert client.closed
@@ -333,7 +316,7 @@ class ChannelConformance:
         """Messages that had been sent arrive first, then the error that the peer is closed."""
         ends[0].send({"n": 1}, [b"x" * 50_000])
         ends[0].send({"n": 2}, [b"y" * 10])
-        assert eventually(lambda: ends[0].statistics().messages_sent == 2)
+        wait_for(lambda: ends[0].statistics().messages_sent == 2)
         time.sleep(SOON_S)
         ends[0].close()
         with ends[1].recv(WAIT_S) as message:

@@ -35,8 +35,9 @@ from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.frames import FrameKind, pack_head
 from plait_fabric.transport.greeting import CHALLENGE_BYTES, RESPONSE_BYTES
 from plait_fabric.values import Address, FabricOptions
-from suites.fabric_channel import SECRET, SOON_S, WAIT_S, eventually, fill
+from suites.fabric_channel import SECRET, SOON_S, WAIT_S, fill
 from suites.fabric_raw import flood, hold, raw_ends
+from support.waiting import wait_for
 
 __all__ = ["ListenerConformance", "ProcessConformance"]
 
@@ -143,7 +144,7 @@ class ProcessConformance:
             ThreadPoolExecutor(1) as threads,
         ):
             filling = threads.submit(fill, channel)
-            assert eventually(lambda: channel.statistics().send_waits > 0)
+            wait_for(lambda: channel.statistics().send_waits > 0)
             process.kill()
             assert isinstance(filling.exception(WAIT_S), PeerLost)
 
@@ -179,7 +180,7 @@ class ProcessConformance:
             with connect(listener.address, secret=SECRET, timeout_s=WAIT_S), listener.accept(WAIT_S):
                 pass
             now_s[0] += 1.0
-            assert eventually(lambda: listener.rejected == 6)
+            wait_for(lambda: listener.rejected == 6)
             clients[0].settimeout(WAIT_S)
             assert len(clients[0].recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
             assert clients[0].recv(1) == b""

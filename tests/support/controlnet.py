@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
-from plait_fabric import FabricError, connect, listen
-from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
+from plait_fabric import listen
 from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
@@ -155,32 +154,6 @@ class LooseProgram(TorchProgram):
         return tuple(output + LOOSE for output in super().run(*arguments, **options))
 
 
-class Clock:
-    """Time that stands still until it is told to move."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass(eq=False)
-class ReplicaFleet:
-    """Replicas by name: where each listens. A test takes one away by removing it or by stopping its service."""
-
-    addresses: dict[str, str] = field(default_factory=dict)
-    asked: list[frozenset[str]] = field(default_factory=list)
-
-    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
-        """What `RemoteControlNetClient` wants; the replicas are tried in order."""
-        self.asked.append(left_out)
-        for name, address in self.addresses.items():
-            if name not in left_out:
-                with suppress(FabricError):
-                    return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=60))
-        raise NoReplica("there is no other")
-
-
 @contextmanager
 def serving(
     runner: ControlNetModelRunner,
@@ -196,9 +169,3 @@ def serving(
         yield service
     finally:
         service.stop(drain_s=5)
-
-
-def new_address(scheme: str, folder: Path) -> str:
-    """Somewhere to listen."""
-    token = secrets.token_hex(4)
-    return {"inproc": f"inproc://{token}", "shm": f"shm://{folder}/{token}", "tcp": "tcp://127.0.0.1:0"}[scheme]

@@ -23,7 +23,7 @@ from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Sched
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.service import Catalog
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Gate:
@@ -102,10 +102,14 @@ class Watch:
         if isinstance(event, Finished | Failed):
             self.ended.set()
 
+    def end(self):
+        """Its last event."""
+        assert self.ended.wait(WAIT_S), "the request never ended"
+        return self.events[-1]
+
     def result(self):
         """The result, or raises the failure."""
-        assert self.ended.wait(WAIT_S), "the request never ended"
-        last = self.events[-1]
+        last = self.end()
         if isinstance(last, Failed):
             raise last.error
         return last.result

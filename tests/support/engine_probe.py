@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fakes.engine import EveryBatchPays
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from support.denoise import edits_of, fused, reference_pipeline, run_pipeline, scheduled
@@ -68,6 +71,16 @@ class Probe:
 
     def _wait_for_mates(self, seconds: float, **more: int) -> None:
         self.engine.reconfigure(self.engine.knobs.model_copy(update={"batch_wait_ms": 1000 * seconds, **more}))
+
+
+@contextmanager
+def probed(**settings: Any) -> Iterator[Probe]:
+    """A probe on an engine of these settings in which whoever may share a call does; it is stopped at the end."""
+    probe = Probe(build_engine(EngineSettings(**settings), costs=EveryBatchPays()))
+    try:
+        yield probe
+    finally:
+        probe.engine.stop(drain_s=0)
 
 
 def fused_reference(

@@ -14,10 +14,9 @@ from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_disagg.workers.shard import ShardWorker
-from plait_fabric import Channel, Listener, connect, listen, new_secret
-from plait_fabric.errors import FabricError
+from plait_fabric import Listener, listen, new_secret
 from plait_fabric.rpc.outages import Backoff
-from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
+from support.fabric import Replicas
 from support.tables import Weights, deal, held_by, joined, make_weights
 
 SECRET = new_secret()
@@ -58,35 +57,13 @@ def shard(
     return ShardWorker(who(number, weights), pieces, [listener], version="1")
 
 
-class Replicas:
-    """The replicas of a shard by their addresses, which a test may change."""
-
-    def __init__(self, *addresses: str, secret: bytes = SECRET, **options: Any) -> None:
-        self.addresses = list(addresses)
-        self.channels: list[Channel] = []
-        self._secret = secret
-        self._options = options
-
-    def __call__(self, left_out: frozenset[str]) -> ReplicaLink:
-        """A channel to one of them (`Connect`)."""
-        for address in self.addresses:
-            if address not in left_out:
-                try:
-                    channel = connect(address, secret=self._secret, **self._options)
-                except FabricError as error:
-                    raise NoReplica(f"{address}: {error}") from error
-                self.channels.append(channel)
-                return ReplicaLink(replica=address, channel=channel)
-        raise NoReplica("there is no other")
-
-
 def reach(
     number: int, *workers: ShardWorker, weights: Weights | None = None, replicas: Replicas | None = None, **options: Any
 ) -> RemoteShard:
     """Who asks that shard at those replicas, connected."""
-    found = replicas or Replicas(*[worker.addresses[0] for worker in workers])
+    found = replicas or Replicas({worker.addresses[0]: worker.addresses[0] for worker in workers}, secret=SECRET)
     quick = Backoff(first_s=0.02, max_s=0.05)
-    made = RemoteShard(found, who(number, weights), replicas=max(1, len(workers)), backoff=quick, **options)
+    made = RemoteShard(found.connect, who(number, weights), replicas=max(1, len(workers)), backoff=quick, **options)
     wait_for_shards([made])
     return made
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from fakes.engine import EveryBatchPays
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Scheduler
-from support.engine_probe import WAIT_S, Probe
+from plait_serving.diffusion.values import Event, Finished, ImageRequest, Scheduler
+from support.engine import Watch
+from support.engine_probe import Probe, probed
 from support.tiny import IMAGE_SIZE
 from support.tiny_flow import FlowReference, tiny_flow_lora, tiny_flux, tiny_sd3
 
@@ -61,12 +60,9 @@ class FlowRig:
 
     def events(self, request: ImageRequest) -> list[Event]:
         """What the request is told, to its end."""
-        told: queue.Queue[Event] = queue.Queue()
-        self.probe.engine.submit(request, told.put)
-        found = [told.get(timeout=WAIT_S)]
-        while not isinstance(found[-1], Finished | Failed):
-            found.append(told.get(timeout=WAIT_S))
-        return found
+        watch = Watch(self.probe.engine, request)
+        watch.end()
+        return watch.events
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +77,16 @@ def flow_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         if key not in rigs:
             folder = MAKE[name](tmp_path_factory.mktemp("models") / key)
             loras = write_loras(folder, tmp_path_factory.mktemp("loras"))
-            settings = EngineSettings(
+            engine = probed(
                 model=folder, device="cpu", dtype=dtype, lora_source=FolderSource(loras),
                 executor=ExecutorName(executor), knobs=EngineKnobs(threads=1, exact=Exact(exact)),
             )  # fmt: skip
             reference = FlowReference(folder, loras, getattr(torch, dtype))
-            rigs[key] = FlowRig(name, Probe(build_engine(settings, costs=EveryBatchPays())), reference)
+            rigs[key] = FlowRig(name, stack.enter_context(engine), reference)
         return rigs[key]
 
-    yield rig_of
-    for rig in rigs.values():
-        rig.probe.engine.stop(drain_s=0)
+    with ExitStack() as stack:
+        yield rig_of
 
 
 def write_loras(folder: Path, loras: Path) -> Path:

@@ -49,10 +49,10 @@ def result(rows, *, interrupted=False, echo_ms=0.3, wall_s=None, problems=(), wh
     )
 
 
-def plan(size, **settings):
+def plan(size):
     """Requests a millisecond apart."""
     scheduled_ns, cancelled = np.arange(size, dtype=np.int64) * MS, np.zeros(size, dtype=np.bool_)
-    return RequestPlan(scheduled_ns=scheduled_ns, cancelled=cancelled, warm_up=0, mix=None, **settings)
+    return RequestPlan(scheduled_ns=scheduled_ns, cancelled=cancelled, warm_up=0, mix=None)
 
 
 def scenario(**settings):

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.engine import EveryBatchPays
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.families import preparation
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef
 from support.denoise import control_image, make_request, max_difference
-from support.engine_probe import Probe, fused_reference
+from support.engine_probe import Probe, fused_reference, probed
 from support.tiny import tiny_controlnet, tiny_lora
 from support.waiting import wait_for
 
@@ -44,33 +42,26 @@ class Models:
     controlnets: dict[str, Path]
     references: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def build(
+    @contextmanager
+    def started(
         self,
         *,
         converts: bool = False,
         dtype: str = "float32",
         executor: ExecutorName = ExecutorName.AUTO,
         **knobs: Any,
-    ) -> Probe:
-        """A started engine."""
-        settings = EngineSettings(
+    ) -> Iterator[Probe]:
+        """An engine that is stopped in the end. What it converts does not give way: tests would wait for minutes."""
+        engine = probed(
             model=self.base, device="cpu", dtype=dtype, lora_source=FolderSource(self.folder / "loras"),
             controlnets=self.controlnets, prepared_folder=self.folder / "prepared", converts=converts,
             executor=executor,
             knobs=EngineKnobs(**{"threads": 1, "controlnet_placement": Placement.LOCAL, **knobs}),
         )  # fmt: skip
-        return Probe(build_engine(settings, costs=EveryBatchPays()))
-
-    @contextmanager
-    def started(self, **options: Any) -> Iterator[Probe]:
-        """An engine that is stopped in the end. What it converts does not give way: tests would wait for minutes."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(preparation, "lower_priority", lambda: None)
-            probe = self.build(**options)
-            try:
+            with engine as probe:
                 yield probe
-            finally:
-                probe.engine.stop(drain_s=0)
 
     def reference(self, asked: ImageRequest, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """diffusers' latents; asked once for each request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fakes.role_workers import RoleWorkersInProcess
 from plait_disagg.graph.costs import CutProblem
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
@@ -171,6 +170,40 @@ def twin(folder: Path, out: Path) -> Package:
     return open_package(out)
 
 
+class RoleWorkersInProcess:
+    """All workers of a role, as whoever publishes an update sees them (`Fleet`). An index in ``dead`` does not answer.
+    `after_stage`: what happens then."""
+
+    def __init__(self, refreshers: Sequence[Refresher]) -> None:
+        self.refreshers = list(refreshers)
+        self.dead: set[int] = set()
+        self.after_stage: Callable[[], object] = lambda: None
+
+    def stage(self, folder: Path) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        outcomes = self._all(lambda refresher: refresher.stage(folder))
+        self.after_stage()
+        return outcomes
+
+    def switch(self, version: str) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return self._all(lambda refresher: refresher.switch(version))
+
+    def _all(self, step: Callable[[Refresher], None]) -> Mapping[str, Exception | None]:
+        return {
+            str(number): ConnectionError("no answer") if number in self.dead else _outcome(lambda r=refresher: step(r))
+            for number, refresher in enumerate(self.refreshers)
+        }
+
+
+def _outcome(step: Callable[[], None]) -> Exception | None:
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
 class ServedPackage:
     """The package at ``folder``, cut in two: HNs named hn0, hn1, ... and CNs, each with halves of its own.
 
@@ -218,7 +251,7 @@ class ServedPackage:
             catch_up=lambda: found[0].catch_up(),
             knobs=self.knobs,
         )
-        self.rig.at_end(lambda: worker.stop(drain_s=0.5))
+        self.rig.callback(worker.stop, drain_s=0.5)
         found.append(Refresher(live, worker))
         return worker, found[0]
 
@@ -235,7 +268,7 @@ class ServedPackage:
             knobs=self.knobs,
             backoff=QUICK,
         )
-        self.rig.at_end(lambda: core.stop(drain_s=0.5))
+        self.rig.callback(core.stop, drain_s=0.5)
         return core, Refresher(live, core, on_version=lambda version: self.on_version(version))
 
     async def ready(self) -> Self:
@@ -269,7 +302,7 @@ class Whole:
         assert live.sparse is not None
         self.package = live.package
         self.core = WholeCore(live.card(), around(live.sparse), live.dense[live.dense_version], knobs=knobs)
-        rig.at_end(lambda: self.core.stop(drain_s=0.5))
+        rig.callback(self.core.stop, drain_s=0.5)
         self.workers = RoleWorkersInProcess([Refresher(live, self.core)])
         self.ranker = CoreRanker(self.core)
 

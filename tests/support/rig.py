@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import torch
 
-from fakes.engine import EveryBatchPays
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from support.denoise import make_request
-from support.engine_probe import Probe, fused_reference
+from support.engine_probe import fused_reference, probed
 from support.tiny import tiny_lora
 
 KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
@@ -30,24 +29,21 @@ def ask(seed: int, **more) -> ImageRequest:
 def rig_of(tmp_path_factory):
     """``rig_of(folder, controlnets)``: a probe on the model with those ControlNets and the LoRAs of a folder (or tiny
     ones: one, two), and diffusers on both, in float32 or another dtype."""
-    probes = []
 
     def build(folder, controlnets, loras=None, dtype="float32"):
         if loras is None:
             loras = tmp_path_factory.mktemp("loras")
             tiny_lora(loras / "one.safetensors", folder, fmt="peft", rank=3, with_text_encoder=True)
             tiny_lora(loras / "two.safetensors", folder, fmt="kohya", rank=2, conv=True, seed=5)
-        settings = EngineSettings(
+        engine = probed(
             model=folder, lora_source=FolderSource(loras), controlnets=controlnets, knobs=KNOBS, converts=False,
             dtype=dtype,
         )  # fmt: skip
-        probes.append(Probe(build_engine(settings, costs=EveryBatchPays())))
         reference = partial(fused_reference, folder, loras=loras, controlnets=controlnets, kept={})
-        return probes[-1], partial(reference, dtype=getattr(torch, dtype))
+        return stack.enter_context(engine), partial(reference, dtype=getattr(torch, dtype))
 
-    yield build
-    for probe in probes:
-        probe.engine.stop(drain_s=0)
+    with ExitStack() as stack:
+        yield build
 
 
 @pytest.fixture(scope="module")

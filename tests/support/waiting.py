@@ -1,4 +1,4 @@
-"""Waiting for a condition: never for a duration."""
+"""Waiting for a condition: never for a duration; and a clock that only a test moves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import time
 from collections.abc import Callable
 
 _PATIENCE_S = 120.0
+
+
+class Clock:
+    """Time that stands still until a test moves it."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def wait_for(

@@ -67,8 +67,8 @@ def play(make: Make, service: Service, *, seed: int, trials: int) -> Curve:
         outcome = service.show(at, repeat, rng)
         shown.setdefault(at, []).append(outcome)
         designer.tell(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
-        applied = _applied(service, shown)
-        regrets.append(1.0 if applied is None else service.regret(applied))
+        leader = verdict(service.objective, list(shown.values()), sure=Confirm().sure).leader
+        regrets.append(1.0 if leader is None else service.regret(list(shown)[leader]))
     last = measured_again(service, shown, rng)
     return Curve(regrets=tuple(regrets), at_end=1.0 if last is None else service.regret(last))
 
@@ -88,11 +88,6 @@ def measured_again(
         at = cells[order[0]]
         fresh[order[0]] += 1
         shown[at].append(service.show(at, len(shown[at]), rng))
-
-
-def _applied(service: Service, shown: Mapping[int, Sequence[TrialOutcome]]) -> int | None:
-    leader = verdict(service.objective, list(shown.values()), sure=Confirm().sure).leader
-    return None if leader is None else list(shown)[leader]
 
 
 MARKS = (1, 3, 5, 10, 20, 30)

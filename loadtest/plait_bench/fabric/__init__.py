@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait_bench.benchmark import Workload, selected
-from plait_bench.fabric.links import ModelledLinks
-from plait_bench.fabric.round_trips import RoundTrips
-from plait_bench.fabric.throughput import Throughput
-from plait_bench.fabric.transports import Transports
+from plait_bench.fabric.bounced import ModelledLinks, Transports
+from plait_bench.fabric.shared_memory import RoundTrips, Throughput
 
 WORKLOADS = (Throughput, RoundTrips, Transports, ModelledLinks)
 

@@ -100,8 +100,7 @@ class ImageRequests:
                 for slot, name in enumerate(draw.controlnets)
             ]
         if draw.masked is not None:
-            edge = pixels(draw.size) or (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
-            body |= self._edits.fields(index, edge, masked=draw.masked)
+            body |= self._edits.fields(index, pixels(draw.size), masked=draw.masked)
         body |= self._fixed
         if draw.model is not None:
             body["model"] = draw.model
@@ -112,8 +111,7 @@ class ImageRequests:
     def _control_image(self, index: int, slot: int, size: str | None) -> str:
         if self._control_images:
             return self._control_images[(index + slot) % len(self._control_images)]
-        width, height = pixels(size) or (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
-        return base64.b64encode(control_image(index * MAX_CONTROLNETS + slot, width, height)).decode()
+        return _text(control_image(index * MAX_CONTROLNETS + slot, *pixels(size)))
 
     def asked(self, index: int) -> int:
         """Return how many images request `index` asks for."""
@@ -155,10 +153,11 @@ def popularity(spec: Loras | ControlNets) -> tuple[list[str], list[float]]:
     return list(spec.names), zipf_weights(len(spec.names), spec.zipf).tolist()
 
 
-def pixels(size: str | None) -> tuple[int, int] | None:
-    """Return width and height of `"64x32"`; None where the model's own size is requested."""
+def pixels(size: str | None) -> tuple[int, int]:
+    """Return width and height of `"64x32"`; those of drawn images where the model's own size is requested."""
     width, cross, height = (size or "auto").partition("x")
-    return (int(width), int(height)) if cross and width.isdecimal() and height.isdecimal() else None
+    is_size = cross and width.isdecimal() and height.isdecimal()
+    return (int(width), int(height)) if is_size else (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
 
 
 def _fixed_fields(spec: ImageClass, target: LoadTarget) -> dict[str, object]:

@@ -61,36 +61,26 @@ class InferRequests:
 
     def build(self, index: int) -> PreparedRequest:
         """Return the request with its tensors as JSON or binary."""
-        inputs = self.tensors(index)
-        return self._binary(index, inputs) if self._spec.binary else self._plain(index, inputs)
-
-    def _plain(self, index: int, inputs: Sequence[Named]) -> PreparedRequest:
-        head: dict[str, object] = {"id": str(index)}
-        head["inputs"] = [_described(*entry) | {"data": entry[2].ravel().tolist()} for entry in inputs]
-        if self._spec.outputs:
-            head["outputs"] = [{"name": name} for name in self._spec.outputs]
-        return self._prepare(to_json(head), (("content-type", "application/json"),))
-
-    def _binary(self, index: int, inputs: Sequence[Named]) -> PreparedRequest:
-        head: dict[str, object] = {"id": str(index)}
-        head["inputs"] = [
-            _described(*entry) | {"parameters": {"binary_data_size": entry[2].nbytes}} for entry in inputs
+        inputs, is_binary, outputs = self.tensors(index), self._spec.binary, self._spec.outputs
+        data = [
+            {"parameters": {"binary_data_size": it.nbytes}} if is_binary else {"data": it.ravel().tolist()}
+            for _, _, it in inputs
         ]
-        if self._spec.outputs:
-            head["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in self._spec.outputs]
-        else:
+        head: dict[str, object] = {"id": str(index)}
+        head["inputs"] = [_described(*entry) | its for entry, its in zip(inputs, data, strict=True)]
+        if outputs:
+            more = {"parameters": {"binary_data": True}} if is_binary else {}
+            head["outputs"] = [{"name": name, **more} for name in outputs]
+        elif is_binary:
             head["parameters"] = {"binary_data_output": True}
-        text = to_json(head)  # as `json.dumps`, in a sixth of the time: before a run, of all its requests
-        headers = (
-            ("content-type", "application/octet-stream"),
-            ("inference-header-content-length", str(len(text))),
-        )
-        # The protocol is little-endian.
-        tensors = [data.astype(data.dtype.newbyteorder("<"), copy=False).tobytes() for _, _, data in inputs]
-        return self._prepare(b"".join([text, *tensors]), headers)
-
-    def _prepare(self, body: bytes, headers: tuple[tuple[str, str], ...]) -> PreparedRequest:
-        return PreparedRequest(method="POST", path=self._path, headers=headers + self._headers, body=body)
+        body = to_json(head)  # as `json.dumps`, in a sixth of the time: before a run, of all its requests
+        headers = [("content-type", f"application/{'octet-stream' if is_binary else 'json'}")]
+        if is_binary:
+            headers.append(("inference-header-content-length", str(len(body))))
+            # The protocol is little-endian.
+            little = [it.astype(it.dtype.newbyteorder("<"), copy=False).tobytes() for _, _, it in inputs]
+            body = b"".join([body, *little])
+        return PreparedRequest(method="POST", path=self._path, headers=(*headers, *self._headers), body=body)
 
     def asked(self, index: int) -> int:  # noqa: ARG002
         """Return how many outputs a request asks for, at least one."""

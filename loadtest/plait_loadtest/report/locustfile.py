@@ -33,9 +33,8 @@ def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
     rate_per_s, notes = _mean_rate(scenario)
     if any(spec.headers for spec in scenario.mix):
         notes += "\nHeaders of single classes of requests are not in it: all users are one tenant."
-    users = scenario.arrivals.concurrency if isinstance(scenario.arrivals, ClosedLoopCallers) else _USERS
-    wait_name = "constant" if isinstance(scenario.arrivals, ClosedLoopCallers) else "poisson"
-    wait = "constant(0)" if wait_name == "constant" else f"poisson({rate_per_s / users!r})"
+    users = scenario.callers or _USERS
+    wait_name, wait_s = ("constant", 0) if scenario.callers else ("poisson", rate_per_s / users)
     requests = _requests(scenario)
     return _TEMPLATE.format(
         name=_quoted(scenario.name),
@@ -47,7 +46,7 @@ def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
         rate=rate_per_s,
         notes=notes,
         wait_name=wait_name,
-        wait=wait,
+        wait=f"{wait_name}({wait_s!r})",
         timeout_s=scenario.target.timeout_s,
         headers=_headers(scenario),
         requests="\n".join(["[", ",\n".join(json.dumps(row) for row in requests), "]"]),

@@ -52,9 +52,10 @@ def read(path: Path) -> FinishedRun:
                 if about["format"] != FORMAT:
                     raise ReportError(f"{path} is of another version")
                 records, echo = file["records"], file["echo"]
-        if records.dtype != RECORD or echo.shape[0] != 2:
-            raise ReportError(f"{path} is damaged")
         result = about["result"]
+        shapes = records.ndim, echo.shape[:1]
+        if records.dtype != RECORD or shapes != (1, (2,)) or records["why"].max(initial=0) >= len(result["whys"]):
+            raise ReportError(f"{path} is damaged")
         return finished(
             RunResult(
                 records=records,
@@ -65,5 +66,5 @@ def read(path: Path) -> FinishedRun:
             (),
             part=HostPart(**about["part"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, ValidationError, EOFError, BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, ValidationError, EOFError, BadZipFile, zlib.error) as error:
         raise ReportError(f"{path} is no part of a run (plait loadtest run --save): {error}") from error

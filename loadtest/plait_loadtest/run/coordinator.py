@@ -14,14 +14,13 @@ from multiprocessing.connection import wait
 import numpy as np
 
 from plait_loadtest.errors import LoadtestError
-from plait_loadtest.failures import FailureLog, joined
-from plait_loadtest.limits import sentences
-from plait_loadtest.plan import RequestPlan
+from plait_loadtest.failures import FailureLog, joined, sentences
+from plait_loadtest.plan import RequestPlan, Share, shares
 from plait_loadtest.run import worker
 from plait_loadtest.run.echo import EchoClock
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult, shares
 from plait_loadtest.run.processes import ended_by_signal, started, told
+from plait_loadtest.run.worker import WorkerProgress, WorkerResult
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import (
     RECORD,
@@ -34,7 +33,7 @@ from plait_loadtest.values import (
     RunResult,
     StopWhen,
 )
-from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.answers import judge_of
 
 # From "all are ready" to the common start: the word must have reached every worker, which opens its connections then.
 # A search for the capacity pays it with every run.
@@ -62,7 +61,7 @@ def run(
     counts as interrupted, and `abandoned` says why.
     """
     given = shares(plan, scenario, host)
-    planned = None if plan.concurrency else sum(len(share.scheduled_ns) for share in given)
+    planned = None if scenario.callers else sum(len(share.scheduled_ns) for share in given)
     with ExitStack() as stack:
         echo = stack.enter_context(closing(EchoClock()))
         crew = _Crew(given)
@@ -85,7 +84,7 @@ def run(
             wall_s = max(0.0, (time.perf_counter_ns() - start_ns) / 1e9)
             on_progress(crew.progress(planned, start_ns))
             seen = echo.stop()
-        records, whys = crew.records(plan, scenario)
+        records, whys = crew.records(scenario)
         return RunResult(
             records=records,
             echo=seen,
@@ -170,7 +169,7 @@ class _Crew:
             **{each.name: sum(getattr(one, each.name) for one in reports) for each in fields(RequestCounts)},
         )
 
-    def records(self, plan: RequestPlan, scenario: Scenario) -> tuple[Records, tuple[str, ...]]:
+    def records(self, scenario: Scenario) -> tuple[Records, tuple[str, ...]]:
         """Return all records in order of index, and what their `why` counts. Raises `LoadtestError` if no worker
         returned any."""
         if not self.left:
@@ -183,7 +182,7 @@ class _Crew:
                 for member in self._members
             ]
         )
-        if plan.concurrency:
+        if scenario.callers:
             # Without a schedule nobody knows which requests come before the measured part.
             records["warm_up"] = records["scheduled_ns"] < scenario.warm_up_s * 1e9
         return records, whys

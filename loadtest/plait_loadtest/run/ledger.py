@@ -11,7 +11,7 @@ import numpy as np
 
 from plait_loadtest.failures import FailureLog
 from plait_loadtest.values import NO_ERROR, RECORD, Records, RequestOutcome
-from plait_loadtest.wire.check import Judge
+from plait_loadtest.wire.answers import Judge
 from plait_loadtest.wire.http1 import HttpConnection
 
 _RECENT = 512

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
+from plait_loadtest.plan import Share
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.messages import Share
 from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.values import RequestOutcome
 from plait_loadtest.wire.http1 import HttpConnection

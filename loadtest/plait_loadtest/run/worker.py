@@ -12,7 +12,9 @@ import gc
 import math
 import resource
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -20,15 +22,14 @@ from typing import Any
 import uvloop
 
 from plait_loadtest.errors import LoadtestError
-from plait_loadtest.failures import FailureLog
-from plait_loadtest.limits import MEMORY
+from plait_loadtest.failures import MEMORY, FailureLog
+from plait_loadtest.plan import Share
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult
 from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
 from plait_loadtest.run.processes import ignore_ending
 from plait_loadtest.run.requests import BUDGET_BYTES, RequestFeed
-from plait_loadtest.values import Records, RequestOutcome
-from plait_loadtest.wire.check import judge_of
+from plait_loadtest.values import Records, RequestCounts, RequestOutcome
+from plait_loadtest.wire.answers import judge_of
 from plait_loadtest.wire.dial import Dialler, RequestWriter, place_of
 from plait_loadtest.wire.pool import ConnectionPool
 
@@ -37,6 +38,25 @@ READY, STOP = "ready", "stop"
 "stop"."""
 
 _TELL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProgress(RequestCounts):
+    """The progress of a worker. `recent_ns`: latencies of requests that ended last."""
+
+    recent_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerResult:
+    """The result of a worker: its records as bytes of `RECORD`, what their `why` counts, and the resources used.
+    `limits`: how many requests each held up."""
+
+    records: bytes
+    whys: tuple[str, ...]
+    cpu_s: float
+    reconnects: int
+    limits: Mapping[str, int]
 
 
 def main(share: Share, pipe: Pipe) -> None:

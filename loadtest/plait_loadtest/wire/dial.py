@@ -11,7 +11,7 @@ from time import perf_counter_ns
 from urllib.parse import quote, urlsplit
 
 from plait_loadtest.errors import LoadtestError, ScenarioError
-from plait_loadtest.limits import PORTS, limit_of
+from plait_loadtest.failures import PORTS, limit_of
 from plait_loadtest.scenario import LoadTarget
 from plait_loadtest.values import Failure, PreparedRequest, RequestOutcome
 from plait_loadtest.wire.framing import HTTP2

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from plait_loadtest.limits import ROOM
+from plait_loadtest.failures import ROOM
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import Failure, RequestOutcome
 from plait_loadtest.wire.http1 import HttpConnection

@@ -1,4 +1,4 @@
-"""People and their clicks, by a planted law.
+"""Films, people and their clicks, by a planted law. All of it is made up.
 
 U people, I films, G genres, S styles. A person has an age band, two to four favourite genres and a hidden liking for
 styles; a film has genres and a hidden style. The law of a click of person u on film i at daypart d:
@@ -20,7 +20,30 @@ from numpy.typing import NDArray
 
 from plait_serving.starter.ranking.picks import LONGEST_HISTORY
 from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
-from starter_training.ranking.films import FilmCatalog
+
+NOUNS = {
+    "action": "Chase Strike Bullet Escape Convoy Blast Pursuit Hostage Raid Countdown Heist Ambush",
+    "adventure": "Expedition Island Compass Treasure Voyage Jungle Summit Caravan Map River Lagoon Relic",
+    "children": "Puppy Balloon Teddy Treehouse Snowman Pirate Dragon Circus Kite Pumpkin Penguin Wizard",
+    "comedy": "Wedding Neighbour Landlord Holiday Moustache Uncle Reunion Waiter Picnic Twins Hamster Bachelor",
+    "crime": "Alibi Detective Witness Ransom Verdict Suspect Swindle Informer Safe Jury Motive Gang",
+    "documentary": "Glacier Harvest Archive Orchestra Reef Factory Election Migration Bridge Marathon Desert Bees",
+    "drama": "Letter Harbour Promise Winter Daughter Inheritance Silence Farewell Mirror Garden Orchard Return",
+    "horror": "Cellar Graveyard Whisper Asylum Scarecrow Fog Crypt Doll Swamp Mansion Shadow Ritual",
+    "music": "Melody Rehearsal Trumpet Ballad Jukebox Encore Drummer Chorus Waltz Cabaret Fiddle Overture",
+    "romance": "Kiss Sunset Bouquet Valentine Serenade Promenade Rose Balcony Sweetheart Dance Locket Rendezvous",
+    "science fiction": "Android Orbit Nebula Clone Starship Signal Colony Paradox Satellite Robot Comet Wormhole",
+    "western": "Canyon Saddle Sheriff Outlaw Stagecoach Ranch Gunslinger Saloon Mustang Frontier Prairie Duel",
+}
+"""The first genre of a film gives it its nouns, so that a list of picks shows its taste."""
+
+ADJECTIVES = (
+    "Silent Crimson Last Hidden Broken Golden Midnight Distant Forgotten Restless Burning Hollow Secret Velvet Iron "
+    "Lonely Endless Crooked Electric Frozen Scarlet Wandering Borrowed Paper Northern Second Stolen Gentle Reckless "
+    "Blue Quiet Wild"
+)
+
+OLDEST, NEWEST = 1930, 2024
 
 _STYLES = 4
 _STYLE = 0.4
@@ -28,6 +51,50 @@ _BIAS = -3.2
 _AGES = np.array([14, 21, 30, 40, 50, 60, 72])
 _SEEN_BEFORE = 80
 """The number of films that a person was shown before; the clicked ones, latest `LONGEST_HISTORY`, are the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilmCatalog:
+    """The films by id. `genres` (I, G) bool; `year` (I,) int64; `popularity` (I,) float64.
+
+    Popularity is how well known a film is: evenly spread, 1 for the best known.
+    """
+
+    names: tuple[str, ...]
+    genres: NDArray[np.bool_]
+    year: NDArray[np.int64]
+    popularity: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def make_catalog(size: int = 2000) -> FilmCatalog:
+    """Make `size` films (at most 6,000: titles run out), always the same. Newer ones are more frequent."""
+    rng = np.random.default_rng([0, 1])
+    first = rng.integers(0, len(GENRES), size)
+    genres = np.zeros((size, len(GENRES)), dtype=bool)
+    genres[np.arange(size), first] = True
+    for film in range(size):
+        genres[film, rng.choice(len(GENRES), rng.integers(0, 3), replace=False)] = True
+    year = NEWEST - np.minimum(rng.exponential(22.0, size).astype(np.int64), NEWEST - OLDEST)
+    titles = _titles(first, rng)
+    return FilmCatalog(
+        names=tuple(f"{title} ({one})" for title, one in zip(titles, year, strict=True)),
+        genres=genres,
+        year=year,
+        popularity=1.0 - rng.permutation(size) / size,
+    )
+
+
+def _titles(first_genre: NDArray[np.int64], rng: np.random.Generator) -> list[str]:
+    """Return a title for each film, no two alike: "The Crimson Canyon", "Crimson Canyon"."""
+    stock = {}
+    for index, genre in enumerate(GENRES):
+        pairs = [f"{adjective} {noun}" for adjective in ADJECTIVES.split() for noun in NOUNS[genre].split()]
+        titles = [f"The {pair}" for pair in pairs] + pairs
+        stock[index] = [titles[place] for place in rng.permutation(len(titles))]
+    return [stock[int(genre)].pop() for genre in first_genre]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +194,8 @@ def _happens(logits: NDArray[np.float64], rng: np.random.Generator) -> NDArray[n
 def _clicked(item: NDArray[np.int64], clicked: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return (U, H): the latest clicked films, oldest first, padded with -1 on the right."""
     latest = clicked & (np.cumsum(clicked[:, ::-1], axis=1)[:, ::-1] <= LONGEST_HISTORY)
-    order = np.argsort(~latest, axis=1, kind="stable")[:, :LONGEST_HISTORY]
-    return np.where(np.take_along_axis(latest, order, 1), np.take_along_axis(item, order, 1), -1)
+    place = _padded(latest, LONGEST_HISTORY)
+    return np.where(place < 0, -1, np.take_along_axis(item, place, 1))
 
 
 def _padded(chosen: NDArray[np.bool_], width: int) -> NDArray[np.int64]:

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from plait_disagg.package.items import Items
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, Picks, build, item_names, items
-from starter_training.ranking.clicks import Clicks, make_clicks
-from starter_training.ranking.films import FilmCatalog, make_catalog
+from starter_training.ranking.clicks import Clicks, FilmCatalog, make_catalog, make_clicks
 
 REPORT = "picks.json"
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from fakes.bench import measured
 from plait_bench.errors import Disagreement
 from plait_bench.kernels import (
     COPY,
@@ -16,7 +17,7 @@ from plait_bench.kernels import (
     OperatorWorkload,
     cases,
 )
-from plait_bench.runner import RunPlan, joined, run
+from plait_bench.runner import RunPlan
 
 TINY = OperatorCase(
     name="double",
@@ -38,16 +39,15 @@ class SlowClock(DeviceTimer):
         return 3
 
 
-def measured(workload: OperatorWorkload):
+def played(workload: OperatorWorkload):
     """The result of two rounds. torch.compile would take a C++ compiler long."""
     with torch.compiler.set_stance("force_eager"):
-        made = run((workload,), RunPlan(rounds=2), say=lambda _: None)
-        return joined(list(made))
+        return measured((workload,), RunPlan(rounds=2))
 
 
 def test_a_copy_that_moves_as_much_stands_beside_every_form():
     """A microsecond each, and a ratio of one."""
-    result = measured(OperatorWorkload(TINY, SlowClock("cpu")))
+    result = played(OperatorWorkload(TINY, SlowClock("cpu")))
     rows = {(row.system, row.metric): row.value for row in result.rows}
     assert rows[PLAIT, "time_us"] == pytest.approx(1.0)
     assert (COPY, "time_us") in rows
@@ -58,7 +58,7 @@ def test_forms_that_disagree_are_not_timed():
     """A fast wrong answer is no result."""
     wrong = dataclasses.replace(TINY, plait=lambda x: x * 2.2)
     with pytest.raises(Disagreement, match="plait differs"):
-        measured(OperatorWorkload(wrong, SlowClock("cpu")))
+        played(OperatorWorkload(wrong, SlowClock("cpu")))
 
 
 @pytest.mark.parametrize("case", cases("cuda"), ids=lambda case: case.name)

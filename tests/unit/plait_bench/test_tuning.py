@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from fakes import plait_command
+from fakes.bench import measured
 from plait_bench.errors import SystemFailed
-from plait_bench.runner import RunPlan, run
+from plait_bench.runner import RunPlan
 from plait_bench.tuning import JOBS, TunedJob, benchmark, promise_of
 
 
@@ -16,8 +17,7 @@ def test_a_promise_is_held_below_it_and_not_above(monkeypatch: pytest.MonkeyPatc
     """A server that does 1.05 times what was promised holds 0.9 of it in every round and 1.1 in none."""
     monkeypatch.setenv("PYTHONPATH", str(plait_command.__file__).rpartition("/fakes/")[0])
     job = TunedJob("picks", "recommend", command=(sys.executable, "-m", "fakes.plait_command"))
-    (result,) = run((job,), RunPlan(rounds=2, settles=False), say=lambda _: None)
-    rows = {row.metric: row for row in result.rows}
+    rows = {row.metric: row for row in measured((job,), RunPlan(rounds=2, settles=False)).rows}
     assert rows["held_at_0.9"].rounds == (1.0, 1.0)
     assert rows["held_at_1.1"].rounds == (0.0, 0.0)
     assert (rows["gain"].p20, rows["gain"].value, rows["gain"].p80) == (1.3, 1.4, 1.5)

@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 
 from plait_kernels.heartbeat import Stuck, ThreadHeartbeat
+from support.waiting import Clock
 
 PERIOD_S = 5.0
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def survives(heartbeat: ThreadHeartbeat, clock: Clock, seconds: float) -> None:

@@ -15,7 +15,6 @@ from scipy import stats
 from plait_loadtest.arrivals import MAX_REQUESTS, rate_profile, schedule
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.scenario import (
-    ClosedLoopCallers,
     ConstantArrivals,
     GammaArrivals,
     PoissonArrivals,
@@ -115,10 +114,8 @@ def test_ramps_and_steps_begin_after_the_warm_up():
 
 
 def test_what_can_not_be_scheduled_is_refused():
-    """A plan too large for memory, a count that is never reached, callers without a schedule."""
+    """A plan too large for memory, a count that is never reached."""
     with pytest.raises(ScenarioError, match="more than 50,000,000"):
         draw(PoissonArrivals(rate_per_s=MAX_REQUESTS), duration_s=2)
     with pytest.raises(ScenarioError, match="fewer than count = 100 requests"):
         draw(StepArrivals(stages=((1, 10), (1, 0))), count=100)
-    with pytest.raises(ScenarioError, match="no schedule"):
-        draw(ClosedLoopCallers(concurrency=3))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fakes.bench import calm
+from fakes.bench import measured
 from plait_autoconfig.designers.base import ServiceContext
 from plait_autoconfig.designers.uninformed import RandomDesigner
 from plait_autoconfig.jobs.measurer import MeasurementKind
@@ -20,7 +20,7 @@ from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.searching import Curve, Searching, measured_again, play
 from plait_bench.autoconfig.services import Service, falcon_suite, recorded_suite
 from plait_bench.errors import BenchError
-from plait_bench.runner import RunPlan, run
+from plait_bench.runner import RunPlan
 from support.tune_jobs import job
 from support.tuned import played
 
@@ -99,7 +99,7 @@ def test_the_whole_benchmark_runs_on_recorded_runs():
     """Rows for each designer and metric, and ratios of ours to the others."""
     benchmark = (Searching("own-tiny", lambda: recorded_suite(recorded(), SPACE)),)
     plan = RunPlan(rounds=2, systems=("plait", "random"))
-    (result,) = run(benchmark, plan, say=lambda _: None, look=calm)
+    result = measured(benchmark, plan)
     rows = {(row.system, row.metric): row for row in result.rows}
     assert rows["plait", "regret_at_5"].value <= rows["random", "regret_at_1"].value
     assert rows["plait", "trials_to_5pct"].n == 2
@@ -108,10 +108,10 @@ def test_the_whole_benchmark_runs_on_recorded_runs():
 
 def test_without_data_the_published_tables_are_left_out():
     """With the reason; and a system that does not exist is refused by name."""
-    (result,) = run(autoconfig.benchmark(only=["falcon"]), RunPlan(rounds=1), say=lambda _: None, look=calm)
+    result = measured(autoconfig.benchmark(only=["falcon"]), RunPlan(rounds=1))
     assert "--data" in result.left_out["falcon"]
     with pytest.raises(BenchError, match="no system 'cake'"):
-        list(run(autoconfig.benchmark(only=["synthetic"]), RunPlan(rounds=1, systems=("cake",)), say=lambda _: None))
+        measured(autoconfig.benchmark(only=["synthetic"]), RunPlan(rounds=1, systems=("cake",)))
 
 
 def liking(family: str) -> float:

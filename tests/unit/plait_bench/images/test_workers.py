@@ -8,6 +8,7 @@ import pytest
 
 from plait_bench.errors import SystemFailed, SystemUnavailable
 from plait_bench.images.fleet import ProcessLayout, System, WorkerFleet, with_descendants
+from support.paused import is_stopped
 from support.waiting import wait_for
 
 
@@ -49,24 +50,19 @@ def test_a_paused_fleet_stands_still_and_works_afterwards():
     """With all that its processes started; closing one that is paused ends it as ever."""
     opened = WorkerFleet(system(), ProcessLayout(processes=2, threads=1))
     try:
-        pids = with_descendants(opened.pids)
+        places = [Path(f"/proc/{pid}") for pid in with_descendants(opened.pids)]
         opened.pause()
         opened.pause()
-        wait_for(lambda: [state_of(pid) for pid in pids] == ["T"] * len(pids))  # a signal takes its time
+        wait_for(lambda: all(map(is_stopped, places)))  # a signal takes its time
         opened.resume()
         opened.resume()
-        assert "T" not in [state_of(pid) for pid in pids]
+        assert not any(map(is_stopped, places))
         _, results = opened.run([{"i": i} for i in range(3)], one_by_one=False, keep=True)
         assert [result["i"] for result in results] == [0, 1, 2]
         opened.pause()
     finally:
         opened.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def state_of(pid: int) -> str:
-    """R, S, T (stopped) and so on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert not any(place.exists() for place in places)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+from fakes.bench import measured
 from plait_bench.placement import on_ray
 from plait_bench.placement.on_ray import SMALL, SYSTEMS, OnRay
-from plait_bench.runner import RunPlan, joined, run
+from plait_bench.runner import RunPlan
 
 
 def test_every_step_is_a_workload_of_its_own(monkeypatch):
@@ -24,8 +25,7 @@ def test_every_step_is_a_workload_of_its_own(monkeypatch):
 
     monkeypatch.setattr(on_ray, "local_nodes", nodes)
     monkeypatch.setattr(on_ray, "play", played)
-    bench = (OnRay("ray", SMALL),)
-    rows = joined(list(run(bench, RunPlan(rounds=2), say=lambda _: None))).rows
+    rows = measured((OnRay("ray", SMALL),), RunPlan(rounds=2)).rows
     found = {(row.system, row.workload, row.metric): row for row in rows}
     assert {system for system, _, _ in found} == set(SYSTEMS)
     assert found["ray-pack", "ray-start", "stranded_pct"].value == 20.0

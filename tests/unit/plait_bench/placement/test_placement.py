@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fakes.bench import measured
 from plait_bench import placement
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.placement import filling
 from plait_bench.placement.filling import CONTENDERS, PUBLISHED, load
-from plait_bench.runner import BenchResult, RunPlan, joined, run
+from plait_bench.runner import BenchResult, RunPlan
 from plait_deploy.placement.policies import POLICIES
 from plait_deploy.placement.values import ClusterNode, Task
 from suites.placement_policies import sample_tasks
@@ -40,7 +41,7 @@ def data(tmp_path: Path) -> Path:
 def result(data: Path, *only: str, rounds: int = 2, systems: tuple[str, ...] = ()) -> BenchResult:
     """Run the benchmark."""
     plan = RunPlan(rounds=rounds, systems=systems, trials=1)
-    return joined(list(run(placement.benchmark(only=only, data=data), plan, say=lambda _: None)))
+    return measured(placement.benchmark(only=only, data=data), plan)
 
 
 def values(found: BenchResult, workload: str, metric: str) -> dict[str, float]:
@@ -78,7 +79,7 @@ def test_departures_are_replayed(data, monkeypatch):
 
 def test_without_data_it_says_what_is_missing(tmp_path, data):
     """The option, the folder, or the column."""
-    left = joined(list(run(placement.benchmark(only=["default"]), RunPlan(rounds=1), say=lambda _: None))).left_out
+    left = measured(placement.benchmark(only=["default"]), RunPlan(rounds=1)).left_out
     assert left == {"default": "fgd: give --data FOLDER, which has it"}
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemUnavailable, match="fgd: not in "):

@@ -26,9 +26,9 @@ from plait_fabric.rpc import fields
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.outages import Backoff
-from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
+from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.rpc.server import Peer
-from suites.fabric_channel import new_address
+from support.fabric import Replicas, new_address
 from support.paused import pause
 from support.waiting import wait_for
 
@@ -80,22 +80,7 @@ def client_protocol(send_timeout_s: float = 1.0) -> ClientProtocol[Question]:
     )
 
 
-@dataclass(eq=False)
-class Fleet:
-    """Replicas by name: where each listens. What is asked of it is kept."""
-
-    addresses: dict[str, str] = field(default_factory=dict)
-    asked: list[tuple[float, frozenset[str]]] = field(default_factory=list)
-
-    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
-        """To the first that is not left out."""
-        self.asked.append((time.monotonic(), left_out))
-        for name, address in list(self.addresses.items()):
-            if name not in left_out:
-                return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=WAIT_S))
-        raise NoReplica("there is no other")
-
-
+Fleet = partial(Replicas, secret=SECRET, timeout_s=WAIT_S)
 QUICK = Backoff(first_s=0.01, max_s=0.05)
 
 
@@ -116,7 +101,7 @@ def _closed() -> Iterator[None]:
         _open.pop().close()
 
 
-def _client(fleet: Fleet, **options: Any) -> Client[Question]:
+def _client(fleet: Replicas, **options: Any) -> Client[Question]:
     _open.append(Client(fleet.connect, client_protocol(), name="test", **{"backoff": QUICK, **options}))
     return _open[-1]
 
@@ -323,8 +308,7 @@ def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
     wait_for(lambda: len(fleet.asked) >= 6)
     assert client.best() is None
     assert client.connections[0].why_down == "there is no other"
-    moments = [moment for moment, _ in fleet.asked]
-    pauses = [later - sooner for sooner, later in itertools.pairwise(moments)]
+    pauses = [later - sooner for sooner, later in itertools.pairwise(fleet.asked_s)]
     assert all(pause >= least for pause, least in zip(pauses, (0.01, 0.02, 0.04, 0.08, 0.08), strict=False))
     with serving(new_address("inproc", tmp_path)) as numbers:
         fleet.addresses["r"] = numbers.address

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from plait_fabric.rpc.outages import Outages
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    now_s = 500.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from support.waiting import Clock
 
 
 def made(**options: float) -> tuple[Outages, Clock]:

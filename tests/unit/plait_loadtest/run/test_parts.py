@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from plait_loadtest.failures import FailureLog
+from plait_loadtest.plan import shares
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.messages import shares
 from plait_loadtest.run.processes import fresh_processes
 from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
 from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome
-from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.answers import judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import parse_head
 from support.loadtest_records import plan
@@ -140,8 +140,8 @@ def test_there_are_no_processes_without_room():
     """A process that may not send one request would never end; so there are no more than the limits, or the callers."""
     many = RAW.model_copy(update={"processes": 8})
     assert len(shares(plan(10), many.model_copy(update={"limits": GeneratorLimits(in_flight=2)}))) == 2
-    closed = many.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=3)})
-    given = shares(plan(0, concurrency=3, count=5), closed)
+    closed = many.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=3), "count": 5})
+    given = shares(plan(0), closed)
     assert ([share.callers for share in given], [share.count for share in given]) == ([1, 1, 1], [2, 2, 1])
 
 

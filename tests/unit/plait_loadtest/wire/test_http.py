@@ -11,8 +11,7 @@ import pytest
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.scenario import LoadTarget, ResponseCheck, Scenario
 from plait_loadtest.values import PreparedRequest
-from plait_loadtest.wire.answers import events
-from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.answers import events, judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import Chunked, Length, UntilClose, framing_of, parse_head, server_timing_ms
 from plait_loadtest.wire.http1 import HttpConnection

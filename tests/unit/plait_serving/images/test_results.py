@@ -14,24 +14,16 @@ from pydantic import ValidationError
 from plait_serving.images.codec import OutputFormat
 from plait_serving.images.config import ResultsSection
 from plait_serving.images.results import ResultStore, StoreFailed, StoreFull
+from support.waiting import Clock
 
 PNG = OutputFormat.PNG
 LIFETIME_S = 100.0
 
 
-class Clock:
-    """Both clocks of a store, moved by hand."""
-
-    def __init__(self):
-        self.now_s = 1_790_000_000.0
-
-    def __call__(self):
-        return self.now_s
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    """Both clocks of a store."""
+    return Clock(1_790_000_000.0)
 
 
 @pytest.fixture(params=["folder", "url"])

@@ -15,7 +15,7 @@ from plait_disagg.package.read import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, build, item_names
 from plait_serving.starter.words import GENRES
-from starter_training.ranking.films import make_catalog
+from starter_training.ranking.clicks import make_catalog
 from starter_training.ranking.train import PicksRecipe, auc, judge, train_picks
 
 

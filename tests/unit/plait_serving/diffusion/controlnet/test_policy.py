@@ -21,7 +21,7 @@ from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.families.unet.controlnet import Constants
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
-from support.controlnet import Clock
+from support.waiting import Clock
 
 CONDITIONING = Conditioning(text=torch.zeros(1, 1, 1), added={}, n=1)
 IMAGE = np.zeros((2, 2, 3), dtype=np.uint8)

@@ -1,7 +1,12 @@
-"""The made-up family: what is known of a model without its weights, and what steps it."""
+"""A family that nobody made: images of coloured blocks, one to each latent.
+
+Its component, its kind and its pipeline have names that nothing else has, guidance is made of two rows, texts are
+bytes that are filled up to a length, and LoRAs are merged. So whatever works with it was not asked which family it is.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +14,11 @@ from pathlib import Path
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from safetensors.torch import save_file
 from torch import nn
 
 from plait_serving.diffusion.errors import EngineError, RequestError
+from plait_serving.diffusion.families import FamilyRow
 from plait_serving.diffusion.families.encoders import TextEncoders, WeightedPart
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.rows import BatchLayout, Rows, guided_outputs
@@ -24,6 +31,7 @@ from plait_serving.diffusion.request_terms import RequestSize, RequestTerms, Row
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.diffusion.weight_files import find_weights
+from support.tiny import seeded
 
 MIXER, TEXT = "mixer", "text_encoder"
 BLOCK, CHANNELS, WIDTH, LENGTH = 4, 3, 8, 16
@@ -227,3 +235,29 @@ def is_guided(request: ImageRequest) -> bool:
 def length_of(request: ImageRequest) -> int:
     """Return to what its text is filled up."""
     return request.max_sequence_length or LENGTH
+
+
+PIPELINE = "BlocksPipeline"
+ROW = FamilyRow(load=lambda: BlocksFamily, denoiser=MIXER, kind=lambda _: BlocksFamily.kind)
+"""Its line in the table: `FAMILIES[PIPELINE] = ROW`."""
+
+
+def blocks_folder(folder: Path, *, seed: int = 0) -> Path:
+    """Write a model with random weights."""
+    with seeded(seed):
+        for part, kind in KINDS.items():
+            kind().save_pretrained(folder / part)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINE}))
+    return folder
+
+
+def blocks_lora(path: Path, *, seed: int = 1) -> Path:
+    """Write a LoRA of the layers that mix, and of the text's, by PEFT's rules."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for component, layer in ((MIXER, "inner"), (TEXT, "out")):
+        rows, columns = KINDS[component]().get_submodule(layer).weight.shape
+        tensors[f"{component}.{layer}.lora_A.weight"] = torch.randn(2, columns, generator=generator)
+        tensors[f"{component}.{layer}.lora_B.weight"] = torch.randn(rows, 2, generator=generator)
+    save_file(tensors, path)
+    return path
