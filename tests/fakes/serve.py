@@ -34,7 +34,6 @@ class FakeHosted(FakeImageService):
             from plait_serving.diffusion.lora.source import FolderSource
 
             self._cards = LoraCards(FolderSource(loras), lambda: "sd1")
-            self._cards.watch()
         self.knobs: list[EngineKnobs] = []
         self.engine = self
         self.alive = True

@@ -83,8 +83,7 @@ def load_images(
     """Load the first base model and start the engine, without a warm-up image. Raises `ModelError`.
 
     `remote`: clients of the ControlNets that are deployments. One that runs in this process is loaded when first used.
-    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it, and no thread
-    looks what is in their folder.
+    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
     `converts=False` runs what an executor converted before, and leaves the rest to torch.
     """
     loras = lora_source(images)
@@ -108,10 +107,7 @@ def load_images(
     }
     folder = None if images.models_folder is None else FolderOfModels(images.models_folder)
     engine = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
-    cards = LoraCards(loras, lambda: _family(engine))
-    if lora_formats:
-        cards.watch()
-    return HostedImages(images, engine, cards)
+    return HostedImages(images, engine, LoraCards(loras, lambda: _family(engine), formats=lora_formats))
 
 
 def _family(engine: Engine) -> str:
@@ -222,7 +218,6 @@ class HostedImages:
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
         self.engine.stop(drain_s=drain_s)
-        self._lora_cards.close()
 
     def _counted(self) -> ReplicaMetrics:
         return counted(self.engine, threads_of_host(socket_folder(), cores=usable_cores()))
