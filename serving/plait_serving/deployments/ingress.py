@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait_deploy.on_ray.gauges import gauges
+from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.metrics import AllReplicas
-from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.deployments.process import configure_logging, shorten_gil_interval
 from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ray_internals import given_knobs, note, noted
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     from plait_serving.ranking.local import LocalRankingService
 
+_log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """So long after a request what tenants used is asked for: what a replica counts after that is lost with it."""
@@ -46,8 +50,8 @@ class Ingress:
         direct: Direct | None = None,
     ) -> None:
         """Create the ingress replica. `handles`: of all deployments behind it, by their names. `ranking`: the ranking
-        models by name. `routers`: makes, in the replica, additional routes of other components, from its `user_config`
-        as it is at any moment. `direct`: where the ingress listens itself, beside Serve's proxy."""
+        models' folders by name. `routers`: makes, in the replica, additional routes of other components, from its
+        `user_config` as it is at any moment. `direct`: what it listens at itself (`DirectListener`)."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
         controlnets = [it for name, it in handles.items() if name.startswith(CONTROLNET_PREFIX)]
@@ -63,7 +67,6 @@ class Ingress:
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
         self._user_config = dict(given_knobs())
-        self._nodes = NodeGauges(handles)
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(make=_handle_of_this_deployment)
@@ -125,7 +128,7 @@ class Ingress:
                 settings=self._settings(),
                 ranking=self._ranking,
                 neighbours=self._neighbours,
-                nodes=self._nodes.families,
+                nodes=NodeGauges().families,
                 desk=self._desk,
             )
             app = app_from_context(
@@ -142,6 +145,28 @@ def _handle_of_this_deployment() -> Any:
 
     here = serve.get_replica_context()
     return serve.get_deployment_handle(here.deployment, here.app_name)
+
+
+class NodeGauges:
+    """The GPUs of Ray's nodes: how much is idle, and how much of that is stranded. Ray is asked in the background; a
+    scrape never waits for it."""
+
+    def __init__(self, nodes: Callable[[], Sequence[Mapping[str, Any]]] = ray_nodes) -> None:
+        self._nodes = nodes
+        self._families: Sequence[Metric] = gauges((), ())
+        self._looking: asyncio.Task[None] | None = None
+
+    def families(self, reports: Sequence[Mapping[str, float]]) -> Sequence[Metric]:
+        """Return the gauges as they were last, and look again, by what replicas say now of where they are."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(reports))
+        return self._families
+
+    async def _look(self, reports: Sequence[Mapping[str, float]]) -> None:
+        try:
+            self._families = await asyncio.to_thread(lambda: gauges(living_nodes(self._nodes()), reports))
+        except Exception as error:  # Ray's errors have no common base
+            _log.warning("the GPUs of the nodes are not known: %s", error)
 
 
 class SharedDesk(Desk):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -33,13 +33,6 @@ def ask_all(handle: Any, method: str, *arguments: Any, timeout_s: float | None) 
     except Exception as error:  # Ray's and Serve's errors have no common base
         _log.debug("no replica answers %s: %s", method, error)
         return []
-
-
-def ask_each(handles: Mapping[str, Any], method: str, *arguments: Any, timeout_s: float | None) -> dict[str, list[Any]]:
-    """Ask all deployments at once; return their answers by name. Blocks."""
-    with ThreadPoolExecutor(max(1, len(handles))) as threads:
-        found = threads.map(lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), handles.values())
-        return dict(zip(handles, found, strict=True))
 
 
 class AllReplicas:
