@@ -73,8 +73,8 @@ class FakeSource:
     step_s: float = 0.05
     loras: Path | None = None
 
-    def open(self, controlnets: Mapping[str, Any]) -> FakeHosted:
-        """See EngineSource."""
+    def __call__(self, controlnets: Mapping[str, Any]) -> FakeHosted:
+        """What an engine's replica makes."""
         return FakeHosted(self.step_s, self.loras)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Metric
@@ -14,11 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE
-from plait_serving.deployments.direct import Direct, DirectListener
+from plait_serving.deployments.direct import DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.process import configure_logging, shorten_gil_interval
-from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ray_internals import given_knobs, note, noted
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.desk import Desk, JobState
@@ -44,10 +44,10 @@ class Ingress:
         self,
         handles: Mapping[str, Any],
         settings: Callable[[], HttpSettings],
-        ranking: Mapping[str, PackageSource] | None = None,
+        ranking: Mapping[str, Path] | None = None,
         *,
         routers: Callable[[Mapping[str, Any]], Sequence[APIRouter]] | None = None,
-        direct: Direct | None = None,
+        direct: Mapping[str, Any] | None = None,
     ) -> None:
         """Create the ingress replica. `handles`: of all deployments behind it, by their names. `ranking`: the ranking
         models' folders by name. `routers`: makes, in the replica, additional routes of other components, from its
@@ -67,7 +67,7 @@ class Ingress:
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
         self._user_config = dict(given_knobs())
-        self._direct = None if direct is None else DirectListener(direct)
+        self._direct = None if direct is None else DirectListener(**direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(make=_handle_of_this_deployment)
         self._desk = SharedDesk(self._ingresses)

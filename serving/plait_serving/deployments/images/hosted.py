@@ -14,6 +14,7 @@ from plait_kernels.cores import usable_cores
 from plait_serving.cores import capped, socket_folder, threads_of_host
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
+from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import engine_pressure
 from plait_serving.diffusion.admission import ImageLimits, nearest_size
 from plait_serving.diffusion.assemble import Remote, build_engine_of, warm_up
@@ -42,11 +43,13 @@ _CONTROLNETS_TIMEOUT_S = 120.0
 _POLL_S = 0.5
 
 
-def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> HostedImages:
-    """Load the models and make the warm-up images. `controlnets`: Serve handles of those that are deployments.
+def open_images(controlnets: Mapping[str, Any], *, images: ImagesSection) -> HostedImages:
+    """Load the models and make the warm-up images, with the replica's knobs. `controlnets`: Serve handles of those that
+    are deployments.
 
     Raises `ModelError`.
     """
+    images = images.model_copy(update={"knobs": EngineKnobs.model_validate(given_knobs())})
     reached = {name: _reached(name, handle) for name, handle in controlnets.items()}
     hosted = load_images(images, {name: client for name, (_, client) in reached.items()})
     services = {name: service for name, (service, _) in reached.items()}
