@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
-from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE
+from plait_serving.deployments import ENGINE
 from plait_serving.deployments.direct import DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.metrics import AllReplicas
@@ -54,22 +54,22 @@ class Ingress:
         `user_config` as it is at any moment. `direct`: what it listens at itself (`DirectListener`)."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
-        controlnets = [it for name, it in handles.items() if name.startswith(CONTROLNET_PREFIX)]
-        self._images = HandleImageService(handles[ENGINE], controlnets) if ENGINE in handles else None
+        self._images = HandleImageService(handles[ENGINE]) if ENGINE in handles else None
         self._settings = settings
         self._routers = routers
         self._ranking: LocalRankingService | None = None
         if ranking:  # an image-only server does without torch
             with importing():
-                from plait_serving.deployments.ranking.service import RemoteRankingService
+                from plait_serving.deployments.ranking.service import remote_ranking
 
-            self._ranking = RemoteRankingService(ranking, handles)
+            self._ranking = remote_ranking(ranking, handles)
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
         self._user_config = dict(given_knobs())
         self._direct = None if direct is None else DirectListener(**direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(make=_handle_of_this_deployment)
+        self._others = [self._ingresses, *(AllReplicas(it) for name, it in handles.items() if name != ENGINE)]
         self._desk = SharedDesk(self._ingresses)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -102,8 +102,9 @@ class Ingress:
         return self._desk.own_jobs(tenant, interrupts=interrupts)
 
     async def _neighbours(self) -> list[ReplicaMetrics]:
-        """Return what the other replicas count."""
-        return [answer for answer in await self._ingresses.answers() if answer.replica != this_process()]
+        """Return what the other replicas of the ingress count, and those of all deployments but the engine."""
+        found = await asyncio.gather(*(each.answers() for each in self._others))
+        return [answer for answers in found for answer in answers if answer.replica != this_process()]
 
     def _look_soon(self) -> None:
         """Learn what tenants used, now that this may have changed or a replica that knew it may be going."""

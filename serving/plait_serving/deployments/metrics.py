@@ -89,9 +89,3 @@ class AllReplicas:
 
 def _gauges(answer: ReplicaMetrics) -> ReplicaMetrics:
     return replace(answer, families=[each for each in answer.families if each.type == "gauge"], account={})
-
-
-async def answers_of(deployments: Sequence[AllReplicas]) -> list[ReplicaMetrics]:
-    """Return what all replicas of the deployments count."""
-    found = await asyncio.gather(*(each.answers() for each in deployments))
-    return [answer for answers in found for answer in answers]

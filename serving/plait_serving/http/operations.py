@@ -88,19 +88,18 @@ async def metrics(context: ContextDep, who: Annotated[Principal, Depends(princip
 
 async def gather(context: RouteContext) -> Gathered:
     """Ask all replicas what they count, and keep what they say of tenants."""
-    images, ranking = context.images, context.ranking
-    own, others, of_images, of_workers, catalog = await asyncio.gather(
+    images = context.images
+    own, others, of_images, catalog = await asyncio.gather(
         own_metrics(context),
         _in_time(None if context.neighbours is None else context.neighbours()),
         _in_time(None if images is None else images.counts()),
-        _in_time(None if ranking is None else ranking.worker_counts()),
         _in_time(None if images is None else images.catalog()),
     )
-    is_up = {"ranking": of_workers is not None, "images": of_images is not None}
+    is_up = {"ranking": context.neighbours is None or others is not None, "images": of_images is not None}
     is_up = {name: up for name, up in is_up.items() if name in context.workloads}
     context.metrics.expect(IMAGE_PATHS, [card.name for card in catalog.models] if catalog else ())
     up = family("plait_service_up", _UP, {(name,): int(up) for name, up in is_up.items()}, "service")
-    answers = [*(of_images or ()), *(of_workers or ()), *(others or ())]
+    answers = [*(of_images or ()), *(others or ())]
     nodes = () if context.nodes is None else context.nodes([each.at for each in answers if each.at])
     answers = [replace(own, families=[*own.families, up, *nodes]), *answers]
     for each in answers:
