@@ -16,8 +16,8 @@ from plait.config import ServedConfig
 from plait.deployments import Deployment, HandleOf, deployments
 from plait.gpu_shares import running_cluster, with_gpus
 from plait_serving.deployments import INGRESS
-from plait_serving.deployments.lazy import LAZY
 from plait_serving.deployments.node_class_handle import PlacedHandle
+from plait_serving.deployments.process import LazyReplica
 from plait_serving.deployments.ray_internals import set_version
 from plait_serving.deployments.scaling import autoscaling
 
@@ -57,12 +57,14 @@ def bind(
         options = {**_COMMON, **row.options, "user_config": row.knobs}
         if not surges:
             options["max_surge_percent"] = 0
-        made = _made(row.target).options(**options)
-        arguments = _with_handles(row.args, handles)
-        places = () if row.name == INGRESS else node_classes
+        made, arguments, places = _REPLICA, _with_handles(row.args, handles), node_classes
+        if row.name == INGRESS:
+            made, places = _ingress(row.target), ()
+        else:
+            arguments["target"] = row.target
         bound: dict[str, serve.Application] = {}
         for place in places or ("",):
-            deployment = made.options(**_placed(row, place))
+            deployment = made.options(**options, **_placed(row, place))
             if salt is not None:
                 set_version(deployment, row.version(salt))
             bound[place] = deployment.bind(**arguments)
@@ -82,11 +84,12 @@ def _placed(row: Deployment, node_class: str) -> dict[str, Any]:
     return {"name": row.name, "ray_actor_options": {"num_cpus": row.num_cpus, "num_gpus": row.num_gpus}, **count}
 
 
+_REPLICA = serve.deployment(LazyReplica)
+
+
 @cache
-def _made(target: str) -> serve.Deployment:
-    """Return a class as a deployment; Serve takes 20 ms to make one."""
-    if target in LAZY:
-        return serve.deployment(LAZY[target])
+def _ingress(target: str) -> serve.Deployment:
+    """Return the class as a deployment; Serve takes 20 ms to make one."""
     return serve.deployment(serve.ingress()(resolve_name(target)))
 
 

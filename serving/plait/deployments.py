@@ -24,8 +24,6 @@ from plait.targets import call
 from plait_deploy.placement.demands import Reservation
 from plait_serving.cores import capped
 from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE, INGRESS, worker_name
-from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
-from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.images.config import ControlNetSection, ImagesSection, ResultsSection
 from plait_serving.ranking.config import (
@@ -40,7 +38,6 @@ from plait_serving.sections import Replicas, Role, Section
 from plait_serving.starter.words import image_words, ranking_words
 
 if TYPE_CHECKING:
-    from plait_serving.deployments.direct import Direct
     from plait_serving.http.context import HttpSettings
 
 INGRESS_CPUS, MODEL_CPUS, WORKER_CPUS = 0.1, 0.4, 0.2
@@ -49,6 +46,8 @@ INGRESS_CPUS, MODEL_CPUS, WORKER_CPUS = 0.1, 0.4, 0.2
 
 _ROUTING_PERIOD_S = 1.0
 """How often replicas say what waits at them and which models they have."""
+_NOT_ENGINES = {"replicas", "num_cpus", "num_gpus", "results", "knobs"}
+"""What an engine's replicas do not read of the section of images."""
 _NOT_HTTP = {"port", "direct_port", "ingress_replicas", "start_new_first", "drain_s", "ready_timeout_s"}
 """What `http_settings` does not read of the server's section."""
 
@@ -102,14 +101,15 @@ class Deployment(Reservation):
         }
 
 
-def deployments(config: ServedConfig, *, engine: EngineSource | None = None) -> tuple[Deployment, ...]:
+def deployments(
+    config: ServedConfig, *, engine: Callable[[Mapping[str, Any]], Any] | None = None
+) -> tuple[Deployment, ...]:
     """Return the table; each row calls only rows below it. `engine`: another source of base models than the section
     (tests supply their own)."""
     server, images = config.server, config.images
     rows: list[Deployment] = []
     if images is not None:
-        own = images.model_copy(update={"device": device_of(images.device, images.num_gpus)})
-        rows += _of_images(images, server, engine or ImagesSource.for_replicas(own))
+        rows += _of_images(images, server, engine or _engine_of(images))
     for name, section in config.ranking_models.items():
         rows += _of_model(name, section, server)
     return (_ingress(config, rows), *rows)
@@ -129,11 +129,13 @@ def _ingress(config: ServedConfig, rows: Sequence[Deployment]) -> Deployment:
                 words=starter_words(config),
                 results=None if images is None or images.results is None else _whole(images.results),
             ),
-            "ranking": {name: PackageSource(section.folder) for name, section in config.ranking_models.items()},
+            "ranking": {name: section.folder for name, section in config.ranking_models.items()},
             "routers": partial(call, "plait.tuning.service.http:tuning_routers", tuning=_whole(tuning))
             if tuning.enabled
             else None,
-            "direct": _direct(server),
+            "direct": None
+            if server.direct_port is None
+            else {"host": server.host, "port": server.direct_port, "drain_s": server.drain_s},
         },
         knobs={"config": served} if tuning.enabled else None,
         num_cpus=INGRESS_CPUS,
@@ -190,15 +192,21 @@ def _whole(section: SectionT) -> SectionT:
     return section.model_copy(update=dict(section))
 
 
-def _direct(server: ServerSection) -> Direct | None:
-    if server.direct_port is None:
-        return None
-    from plait_serving.deployments.direct import Direct  # with a web server, which the table costs nobody else
+def _engine_of(images: ImagesSection) -> Callable[[Mapping[str, Any]], Any]:
+    """Return what makes an engine in its replica, of a section that sets what replicas read: no numbers of them, what
+    Ray reserves, knobs, and what others read."""
+    nets = images.resolved_controlnets().items()
+    read = {
+        "device": device_of(images.device, images.num_gpus),
+        "controlnets": {name: {"folder": it.folder, "preprocessor": it.preprocessor} for name, it in nets},
+    }
+    section = ImagesSection(**images.model_dump(exclude=_NOT_ENGINES) | read)
+    return partial(call, "plait_serving.deployments.images.hosted:open_images", images=section)
 
-    return Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
 
-
-def _of_images(images: ImagesSection, server: ServerSection, source: EngineSource) -> Iterator[Deployment]:
+def _of_images(
+    images: ImagesSection, server: ServerSection, source: Callable[[Mapping[str, Any]], Any]
+) -> Iterator[Deployment]:
     """Yield the base model's row, and those of its ControlNets."""
     services = images.controlnet_services()
     # Requests go to replicas that have their model, if there are several.
@@ -255,10 +263,8 @@ def _of_model(name: str, section: RankModelSection, server: ServerSection) -> It
     for part_name, part in section.parts.items():
         role: RankRole = "shard" if isinstance(part, ShardsSection) else part_name  # type: ignore[assignment]
         more: dict[str, Any] = {}
-        source = PackageSource(section.folder)
         if isinstance(part, HnSection):
-            device = device_of("auto", part.num_gpus)
-            source = PackageSource(section.folder, device=device, executor=section.executor)
+            more |= {"device": device_of("auto", part.num_gpus), "executor": section.executor}
         if role == "cn":
             more["hns"] = HandleOf(name=worker_name(name, "hn"))
             if shards:
@@ -273,7 +279,7 @@ def _of_model(name: str, section: RankModelSection, server: ServerSection) -> It
             target="plait_serving.deployments.ranking.worker:RankWorker",
             args={
                 "name": name,
-                "source": source,
+                "folder": section.folder,
                 "role": role,
                 "omp_wait": part.omp_wait,
                 "between_hosts": section.between_hosts,

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from plait.errors import PlaitError
+from plait_serving.imports import importing
 
 
 def load_target(text: str) -> Callable[[], Any]:
@@ -29,7 +30,9 @@ def load_target(text: str) -> Callable[[], Any]:
 
 def call(target: str, *arguments: Any, **named: Any) -> Any:
     """Call the `module:function` of ours, which the process that calls it imports."""
-    return resolve_name(target)(*arguments, **named)
+    with importing():
+        function = resolve_name(target)
+    return function(*arguments, **named)
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -51,11 +51,13 @@ Sums = Mapping[tuple[str, str, str], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMetrics:
-    """What one replica counts, its name, and what it knows of all replicas' tenants, itself included."""
+    """What one replica counts, its name, what it knows of all replicas' tenants, itself included, and where it is (what
+    `plait_deploy.on_ray` reads of that)."""
 
     replica: str
     families: Sequence[Metric]
     account: Sums = field(default_factory=dict)
+    at: Mapping[str, float] = field(default_factory=dict)
 
     def labelled(self) -> list[Metric]:
         """Return the families with the replica's name in every series that has none."""
@@ -68,13 +70,13 @@ class ReplicaMetrics:
     def __reduce__(self) -> tuple[Callable[[bytes], ReplicaMetrics], tuple[bytes]]:
         """Be a small answer. Ray keeps one of 100 KB and more in shared memory, and when such a one comes that nobody
         waits for any more, its core aborts the whole process (`CoreWorker::GetOwnerAddressOrDie`, Ray 2.60)."""
-        said = [self.replica, self.families, [[*key, value] for key, value in self.account.items()]]
+        said = [self.replica, self.families, [[*key, value] for key, value in self.account.items()], dict(self.at)]
         encoded = json.dumps(said, default=lambda it: [it.name, it.documentation, it.type, it.samples])
         return _unpacked, (zlib.compress(encoded.encode(), 1),)
 
 
 def _unpacked(packed: bytes) -> ReplicaMetrics:
-    replica, counted, account = json.loads(zlib.decompress(packed))
+    replica, counted, account, at = json.loads(zlib.decompress(packed))
     families = []
     for name, said, kind, samples in counted:
         families.append(Metric(name, said, kind))
@@ -83,6 +85,7 @@ def _unpacked(packed: bytes) -> ReplicaMetrics:
         replica=replica,
         families=families,
         account={(of, tenant, what): value for of, tenant, what, value in account},
+        at=at,
     )
 
 

@@ -34,7 +34,6 @@ class FakeHosted(FakeImageService):
             from plait_serving.diffusion.lora.source import FolderSource
 
             self._cards = LoraCards(FolderSource(loras), lambda: "sd1")
-            self._cards.watch()
         self.knobs: list[EngineKnobs] = []
         self.engine = self
         self.alive = True
@@ -74,8 +73,8 @@ class FakeSource:
     step_s: float = 0.05
     loras: Path | None = None
 
-    def open(self, controlnets: Mapping[str, Any]) -> FakeHosted:
-        """See EngineSource."""
+    def __call__(self, controlnets: Mapping[str, Any]) -> FakeHosted:
+        """What an engine's replica makes."""
         return FakeHosted(self.step_s, self.loras)
 
 

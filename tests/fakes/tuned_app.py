@@ -40,8 +40,8 @@ class KnobbedHosted(FakeHosted):
 class KnobbedSource(FakeSource):
     """The recipe."""
 
-    def open(self, controlnets: Mapping[str, Any]) -> KnobbedHosted:
-        """See EngineSource."""
+    def __call__(self, controlnets: Mapping[str, Any]) -> KnobbedHosted:
+        """What an engine's replica makes."""
         return KnobbedHosted(STEP_S)
 
 

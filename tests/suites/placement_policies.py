@@ -96,7 +96,7 @@ class PolicyContract:
         assert np.array_equal(state.devices, empty)
         assert not state.running.any()
 
-    def test_what_is_remembered_is_never_stale(self, make: MakePolicy) -> None:
+    def test_nothing_of_before_is_believed(self, make: MakePolicy) -> None:
         """With arrivals and departures, a policy that saw all of it agrees with one that sees the state first now.
 
         Policies that draw are exempt: their draws differ.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,11 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from plait_deploy.errors import TaskError
-from plait_deploy.on_ray.nodes import NODE, RayNode, devices_in
-from plait_deploy.placement.values import WHOLE, TaskPlacement
+from plait_deploy.on_ray.nodes import CPUS, GPUS, NODE, RayNode, devices_in
+from plait_deploy.placement.demands import Demand, task_of
+from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
 
 if TYPE_CHECKING:
-    from plait_deploy.placement.demands import Demand
     from plait_deploy.placement.state import ClusterState
 
 _FAMILIES = {
@@ -23,12 +24,10 @@ _FAMILIES = {
     "plait_node_stranded_gpus": "Idle GPUs of the node that the application's average GPU replica could not use",
 }
 
-Reports = Mapping[str, Sequence[Mapping[str, float]]]
-"""What each replica said of where it is (`whereabouts`), by the name of its model."""
 
-
-def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Reports) -> ClusterState:
-    """Return the cluster with the replicas where they say they are. Raises `ClusterError` without a node.
+def occupied(nodes: Sequence[RayNode], replicas: Iterable[tuple[Task, Mapping[str, float]]]) -> ClusterState:
+    """Return the cluster with the replicas where they say they are (`whereabouts`). Raises `ClusterError` without a
+    node.
 
     A replica on a node that is gone, or on devices that another one says it has, counts nowhere: the two reports are
     of different moments.
@@ -37,25 +36,26 @@ def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Repor
 
     state = ClusterState([each.node for each in nodes])
     index = {each.number: at for at, each in enumerate(nodes)}
-    for demand in demands:
-        for said in reports.get(demand.name, ()):
-            if (node := index.get(said.get(NODE, -1.0))) is not None:
-                with suppress(TaskError):
-                    devices = devices_in(said)
-                    at = None if devices is None else TaskPlacement(node=node, devices=devices)
-                    state.place(demand.task, at or state.best_fit(demand.task, node))
+    for task, said in replicas:
+        if (node := index.get(said.get(NODE, -1.0))) is not None:
+            with suppress(TaskError):
+                devices = devices_in(said)
+                at = None if devices is None else TaskPlacement(node=node, devices=devices)
+                state.place(task, at or state.best_fit(task, node))
     return state
 
 
-def gauges(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Reports) -> list[Metric]:
-    """Return the gauges; their families are there even where no node has a GPU."""
+def gauges(nodes: Sequence[RayNode], reports: Iterable[Mapping[str, float]]) -> list[Metric]:
+    """Return the gauges, by what each replica says of itself; their families are there even where no node has a GPU."""
     having = [each for each in nodes if each.node.gpus]
     families = [GaugeMetricFamily(name, said, labels=("node", "class")) for name, said in _FAMILIES.items()]
     if having:
         from plait_deploy.placement.plan import use_of
 
-        state = occupied(having, demands, reports)
-        use = use_of(state, demands)
+        replicas = [(task_of("", num_cpus=it.get(CPUS, 0.0), num_gpus=it.get(GPUS, 0.0)), it) for it in reports]
+        alike = Counter(task for task, _ in replicas)
+        state = occupied(having, replicas)
+        use = use_of(state, [Demand(name="", task=task, replicas=count) for task, count in alike.items()])
         for at, each in enumerate(having):
             values = (each.node.gpus, int(state.gpu_free[at]) / WHOLE, round(use.stranded_by_node[at], 6))
             for family, value in zip(families, values, strict=True):

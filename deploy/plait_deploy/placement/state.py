@@ -1,7 +1,6 @@
 """What is free in a cluster: arrays over N nodes and G devices per node, kept up to date by `place` and `release`.
 
-`touched` counts changes: a cache of anything about nodes is stale for those whose `touched` is larger than the `clock`
-that it was made at. `departed` counts releases.
+`clock` counts changes, `departed` those that are releases.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class ClusterState:
         self.whole: Ints = self.gpus.copy()
         self.widest: Ints = self.devices.max(1)
         self.running: Ints = np.zeros((len(nodes), width + 2), np.int64)
-        self.touched: Ints = np.zeros(len(nodes), np.int64)
         self.clock = self.departed = 0
         self._cpu_milli = int(self.cpu.sum())
         self._crowds: dict[str, Ints] = {}
@@ -133,7 +131,6 @@ class ClusterState:
         if task.group:
             self._crowd(task.group)[node] -= sign
         self.clock += 1
-        self.touched[node] = self.clock
 
     def _crowd(self, group: str) -> Ints:
         """Return how many tasks of a group each node runs (N,)."""

@@ -148,9 +148,10 @@ def _standing(demands: Sequence[Demand], found: Collection[Mapping[str, Any]]) -
     reports: dict[str, list[Mapping[str, Any]]] = {}
     for said in found:
         reports.setdefault(said["name"], []).append(said)
-    state = occupied([each for each in living_nodes(ray_nodes()) if each.node.gpus], demands, reports)
+    running = [(each.task, said) for each in demands for said in reports.get(each.name, ())]
+    state = occupied([each for each in living_nodes(ray_nodes()) if each.node.gpus], running)
     use = use_of(state, demands)
-    taken = sum(each.task.total_milli * len(reports.get(each.name, ())) for each in demands)
+    taken = sum(task.total_milli for task, _ in running)
     assert use.gpus * WHOLE - taken == int(state.gpu_free.sum()), "two replicas say that they have the same GPU"
     without = sum(each.replicas for each in demands) - len(found)
     return {"stranded_pct": 100 * use.stranded / use.gpus, "without_place": without}

@@ -11,7 +11,6 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,15 +21,6 @@ _log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
 """Idle connections are kept about as long as clients' pools and load balancers keep theirs (60 s is common)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Direct:
-    """Where to listen. `drain_s` is how long shutdown waits for answers in flight."""
-
-    host: str
-    port: int
-    drain_s: float
 
 
 class _Server(uvicorn.Server):
@@ -47,10 +37,11 @@ class _Server(uvicorn.Server):
 class DirectListener:
     """A listener that holds its port from the constructor on and answers while `answering` is entered."""
 
-    def __init__(self, where: Direct) -> None:
-        """Bind the port. Raises `OSError`, which names the address, if it cannot be bound."""
-        self._where = where
-        self._socket = _listen(where.host, where.port)
+    def __init__(self, *, host: str, port: int, drain_s: float) -> None:
+        """Bind the port. Raises `OSError`, which names the address, if it cannot be bound. `drain_s`: how long shutdown
+        waits for answers in flight."""
+        self._host, self._port, self._drain_s = host, port, drain_s
+        self._socket = _listen(host, port)
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -59,7 +50,7 @@ class DirectListener:
         """Why it no longer answers although it should; None if it does."""
         if self._server is None or self._server.should_exit or self._task is None or not self._task.done():
             return None
-        return f"the listener on port {self._where.port} ended: {self._task.exception()!r}"
+        return f"the listener on port {self._port} ended: {self._task.exception()!r}"
 
     @asynccontextmanager
     async def answering(self, app: ASGIApp) -> AsyncIterator[None]:
@@ -74,11 +65,11 @@ class DirectListener:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(self._where.drain_s)),
+            timeout_graceful_shutdown=max(1, round(self._drain_s)),
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        _log.info("answering on %s:%d too", self._where.host, self._socket.getsockname()[1])
+        _log.info("answering on %s:%d too", self._host, self._socket.getsockname()[1])
         try:
             yield
         finally:

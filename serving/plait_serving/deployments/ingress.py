@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE
-from plait_serving.deployments.direct import Direct, DirectListener
+from plait_deploy.on_ray.gauges import gauges
+from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
+from plait_serving.deployments import ENGINE
+from plait_serving.deployments.direct import DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.metrics import AllReplicas
-from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.deployments.process import configure_logging, shorten_gil_interval
-from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ray_internals import given_knobs, note, noted
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.desk import Desk, JobState
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     from plait_serving.ranking.local import LocalRankingService
 
+_log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """So long after a request what tenants used is asked for: what a replica counts after that is lost with it."""
@@ -40,33 +44,32 @@ class Ingress:
         self,
         handles: Mapping[str, Any],
         settings: Callable[[], HttpSettings],
-        ranking: Mapping[str, PackageSource] | None = None,
+        ranking: Mapping[str, Path] | None = None,
         *,
         routers: Callable[[Mapping[str, Any]], Sequence[APIRouter]] | None = None,
-        direct: Direct | None = None,
+        direct: Mapping[str, Any] | None = None,
     ) -> None:
         """Create the ingress replica. `handles`: of all deployments behind it, by their names. `ranking`: the ranking
-        models by name. `routers`: makes, in the replica, additional routes of other components, from its `user_config`
-        as it is at any moment. `direct`: where the ingress listens itself, beside Serve's proxy."""
+        models' folders by name. `routers`: makes, in the replica, additional routes of other components, from its
+        `user_config` as it is at any moment. `direct`: what it listens at itself (`DirectListener`)."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
-        controlnets = [it for name, it in handles.items() if name.startswith(CONTROLNET_PREFIX)]
-        self._images = HandleImageService(handles[ENGINE], controlnets) if ENGINE in handles else None
+        self._images = HandleImageService(handles[ENGINE]) if ENGINE in handles else None
         self._settings = settings
         self._routers = routers
         self._ranking: LocalRankingService | None = None
         if ranking:  # an image-only server does without torch
             with importing():
-                from plait_serving.deployments.ranking.service import RemoteRankingService
+                from plait_serving.deployments.ranking.service import remote_ranking
 
-            self._ranking = RemoteRankingService(ranking, handles)
+            self._ranking = remote_ranking(ranking, handles)
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
         self._user_config = dict(given_knobs())
-        self._nodes = NodeGauges(handles)
-        self._direct = None if direct is None else DirectListener(direct)
+        self._direct = None if direct is None else DirectListener(**direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(make=_handle_of_this_deployment)
+        self._others = [self._ingresses, *(AllReplicas(it) for name, it in handles.items() if name != ENGINE)]
         self._desk = SharedDesk(self._ingresses)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -99,8 +102,9 @@ class Ingress:
         return self._desk.own_jobs(tenant, interrupts=interrupts)
 
     async def _neighbours(self) -> list[ReplicaMetrics]:
-        """Return what the other replicas count."""
-        return [answer for answer in await self._ingresses.answers() if answer.replica != this_process()]
+        """Return what the other replicas of the ingress count, and those of all deployments but the engine."""
+        found = await asyncio.gather(*(each.answers() for each in self._others))
+        return [answer for answers in found for answer in answers if answer.replica != this_process()]
 
     def _look_soon(self) -> None:
         """Learn what tenants used, now that this may have changed or a replica that knew it may be going."""
@@ -125,7 +129,7 @@ class Ingress:
                 settings=self._settings(),
                 ranking=self._ranking,
                 neighbours=self._neighbours,
-                nodes=self._nodes.families,
+                nodes=NodeGauges().families,
                 desk=self._desk,
             )
             app = app_from_context(
@@ -142,6 +146,28 @@ def _handle_of_this_deployment() -> Any:
 
     here = serve.get_replica_context()
     return serve.get_deployment_handle(here.deployment, here.app_name)
+
+
+class NodeGauges:
+    """The GPUs of Ray's nodes: how much is idle, and how much of that is stranded. Ray is asked in the background; a
+    scrape never waits for it."""
+
+    def __init__(self, nodes: Callable[[], Sequence[Mapping[str, Any]]] = ray_nodes) -> None:
+        self._nodes = nodes
+        self._families: Sequence[Metric] = gauges((), ())
+        self._looking: asyncio.Task[None] | None = None
+
+    def families(self, reports: Sequence[Mapping[str, float]]) -> Sequence[Metric]:
+        """Return the gauges as they were last, and look again, by what replicas say now of where they are."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(reports))
+        return self._families
+
+    async def _look(self, reports: Sequence[Mapping[str, float]]) -> None:
+        try:
+            self._families = await asyncio.to_thread(lambda: gauges(living_nodes(self._nodes()), reports))
+        except Exception as error:  # Ray's errors have no common base
+            _log.warning("the GPUs of the nodes are not known: %s", error)
 
 
 class SharedDesk(Desk):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -33,13 +33,6 @@ def ask_all(handle: Any, method: str, *arguments: Any, timeout_s: float | None) 
     except Exception as error:  # Ray's and Serve's errors have no common base
         _log.debug("no replica answers %s: %s", method, error)
         return []
-
-
-def ask_each(handles: Mapping[str, Any], method: str, *arguments: Any, timeout_s: float | None) -> dict[str, list[Any]]:
-    """Ask all deployments at once; return their answers by name. Blocks."""
-    with ThreadPoolExecutor(max(1, len(handles))) as threads:
-        found = threads.map(lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), handles.values())
-        return dict(zip(handles, found, strict=True))
 
 
 class AllReplicas:
@@ -96,9 +89,3 @@ class AllReplicas:
 
 def _gauges(answer: ReplicaMetrics) -> ReplicaMetrics:
     return replace(answer, families=[each for each in answer.families if each.type == "gauge"], account={})
-
-
-async def answers_of(deployments: Sequence[AllReplicas]) -> list[ReplicaMetrics]:
-    """Return what all replicas of the deployments count."""
-    found = await asyncio.gather(*(each.answers() for each in deployments))
-    return [answer for answers in found for answer in answers]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from plait_serving.deployments.metrics import ask_each
+from plait_serving.deployments.metrics import ask_all
 from plait_serving.deployments.ray_internals import known_replicas
 
 
@@ -30,8 +31,11 @@ class PlacedHandle:
         """Call the method on every replica of every deployment; those without replicas have no answers."""
 
         def results(*, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
-            found = ask_each(self._handles, method, *arguments, timeout_s=timeout_s)
-            answers = [answer for each in found.values() for answer in each]
+            with ThreadPoolExecutor(len(self._handles)) as threads:
+                found = threads.map(
+                    lambda handle: ask_all(handle, method, *arguments, timeout_s=timeout_s), self._handles.values()
+                )
+                answers = [answer for each in found for answer in each]
             for error in answers if not return_exceptions else ():
                 if isinstance(error, BaseException):
                     raise error

@@ -4,15 +4,21 @@ takes to start. The first module of ours that a replica imports, with its class.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
+from plait_deploy.on_ray.nodes import whereabouts
 from plait_disagg.request_log import add_requests
+from plait_serving.imports import importing
 
 if TYPE_CHECKING:
     from plait_serving.ranking.config import OmpWait
+    from plait_serving.replica_metrics import ReplicaMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -59,18 +65,6 @@ def estimate_s(*, wall_s: float, cpu_s: float) -> float:
     return _NOTICED_S + min(max(cpu_s, wall_s / 4), max(wall_s, cpu_s / 2))
 
 
-def unset_ray_threads(environ: MutableMapping[str, str]) -> None:
-    """Remove `OMP_NUM_THREADS` from the replica's environment; call this before torch is imported.
-
-    Ray sets it to the actor's logical CPUs. The engine sets its threads from the knobs, and an OpenMP that starts
-    with one thread and is then switched to two burns processor time waiting: measured on 2 shared cores, a step of
-    the starter model took 0.3 to 0.9 s of processor time with the variable and 0.05 to 0.09 s without.
-    """
-    if "torch" in sys.modules:
-        _log.warning("torch was imported before the replica could choose its threads")
-    environ.pop("OMP_NUM_THREADS", None)
-
-
 def shorten_gil_interval() -> None:
     """Make this process's threads wait for the GIL for at most half a millisecond, not 5 ms (Python's default).
 
@@ -81,7 +75,41 @@ def shorten_gil_interval() -> None:
     sys.setswitchinterval(_GIL_TURN_S)
 
 
-def choose_omp_wait(environ: MutableMapping[str, str], wait: OmpWait) -> None:
-    """Set `OMP_WAIT_POLICY`, which OpenMP reads once, when torch is imported; "default" leaves it unchanged."""
-    if wait != "default":
-        environ["OMP_WAIT_POLICY"] = wait.upper()
+class LazyReplica:
+    """The class of every deployment that holds a model. It stands for another one: imports that in the replica, makes
+    one, and has what that has, since Serve looks methods up on the replica's object and not on its class. Where the
+    application is built (the command, Serve's builder task) nobody needs torch, which costs some seconds and half a
+    gigabyte."""
+
+    def __init__(self, target: str, *, omp_wait: OmpWait = "default", **arguments: Any) -> None:
+        """Import and construct the target, a `module:Class`; raises whatever its constructor raises. What OpenMP reads
+        once, when torch is imported, is settled before: `omp_wait`, of which "default" leaves its policy unchanged, and
+        that Ray sets its threads to the actor's logical CPUs.
+
+        The engine sets them from the knobs, and an OpenMP that starts with one thread and is then switched to two burns
+        processor time waiting: measured on 2 shared cores, a step of the starter model took 0.3 to 0.9 s of processor
+        time with Ray's variable and 0.05 to 0.09 s without.
+        """
+        if "torch" in sys.modules:
+            _log.warning("torch was imported before the replica could choose its threads")
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if omp_wait != "default":
+            os.environ["OMP_WAIT_POLICY"] = omp_wait.upper()
+        with importing():
+            made = resolve_name(target)
+        self._inner = made(**arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the target has of that name; nothing until it is made."""
+        if "_inner" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    async def metric_families(self) -> ReplicaMetrics:
+        """Return what the target counts, and where this replica is."""
+        counted: ReplicaMetrics = await self._inner.metric_families()
+        return replace(counted, at=whereabouts())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the target reports to Serve's controller, and where this replica is."""
+        return {**await self._inner.record_autoscaling_stats(), **whereabouts()}

@@ -69,8 +69,9 @@ class HttpSettings:
 class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
-    `images` is None on a server that only ranks; an image-only server has no `ranking`. `neighbours` returns what the
-    other replicas of the ingress count, where there may be any; `nodes` the gauges of the cluster's nodes.
+    `images` is None on a server that only ranks; an image-only server has no `ranking`. `neighbours` returns what other
+    replicas count, of the ingress and of whatever is no engine, where there may be any; `nodes` the gauges of the
+    cluster's nodes, given where replicas are.
     `decoder` is for files of clients, so that `workers`, which encode images and read what ranks, do not wait. It is
     one thread: files of the largest kind that is read take a second each, and the engine is to have the other cores.
     """
@@ -80,7 +81,7 @@ class RouteContext:
     ranking: LocalRankingService | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None
-    nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None
+    nodes: Callable[[Sequence[Mapping[str, float]]], Sequence[Metric]] | None = None
     now_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed

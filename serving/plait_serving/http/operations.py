@@ -88,20 +88,20 @@ async def metrics(context: ContextDep, who: Annotated[Principal, Depends(princip
 
 async def gather(context: RouteContext) -> Gathered:
     """Ask all replicas what they count, and keep what they say of tenants."""
-    images, ranking = context.images, context.ranking
-    own, others, of_images, of_workers, catalog = await asyncio.gather(
+    images = context.images
+    own, others, of_images, catalog = await asyncio.gather(
         own_metrics(context),
         _in_time(None if context.neighbours is None else context.neighbours()),
         _in_time(None if images is None else images.counts()),
-        _in_time(None if ranking is None else ranking.worker_counts()),
         _in_time(None if images is None else images.catalog()),
     )
-    is_up = {"ranking": of_workers is not None, "images": of_images is not None}
+    is_up = {"ranking": context.neighbours is None or others is not None, "images": of_images is not None}
     is_up = {name: up for name, up in is_up.items() if name in context.workloads}
     context.metrics.expect(IMAGE_PATHS, [card.name for card in catalog.models] if catalog else ())
     up = family("plait_service_up", _UP, {(name,): int(up) for name, up in is_up.items()}, "service")
-    own = replace(own, families=[*own.families, up])
-    answers = [own, *(of_images or ()), *(of_workers or ()), *(others or ())]
+    answers = [*(of_images or ()), *(others or ())]
+    nodes = () if context.nodes is None else context.nodes([each.at for each in answers if each.at])
+    answers = [replace(own, families=[*own.families, up, *nodes]), *answers]
     for each in answers:
         context.account.learn(each.account)
     families = [it for each in answers for it in each.labelled()]
@@ -111,8 +111,7 @@ async def gather(context: RouteContext) -> Gathered:
 async def own_metrics(context: RouteContext) -> ReplicaMetrics:
     """Return what this process itself counts: of HTTP, and of the ranking requests that it sent."""
     ranking, me = None if context.ranking is None else await _in_time(context.ranking.metric_families()), this_process()
-    nodes = () if context.nodes is None else await context.nodes()
-    families = [*context.metrics.registry.collect(), *(ranking or ()), *nodes]
+    families = [*context.metrics.registry.collect(), *(ranking or ())]
     used = {(me, *key): value for key, value in context.metrics.used.items()}
     return ReplicaMetrics(replica=me, families=families, account={**context.account.sums, **used})
 

@@ -16,7 +16,6 @@ from plait_disagg.values import ModelCard
 from plait_serving.health import Health
 from plait_serving.ranking.counted import rank_families
 from plait_serving.ranking.inputs import Binder
-from plait_serving.replica_metrics import ReplicaMetrics
 
 Refresh = Callable[[Path], Awaitable[str]]
 """Publishes the update in that folder of the server's machine; returns the version that is served from now on. Raises
@@ -97,10 +96,6 @@ class LocalRankingService:
     async def metric_families(self) -> Sequence[Metric]:
         """Return one metric `plait_ranker_NAME` for each thing that the rankers count."""
         return rank_families("plait_ranker", {name: it.ranker.metrics() for name, it in tuple(self._models.items())})
-
-    async def worker_counts(self) -> Sequence[ReplicaMetrics]:
-        """Return nothing: workers of this process are what its rankers count."""
-        return ()
 
     def _named(self, name: str) -> ServedRanker:
         model = self._models.get(name)

@@ -59,9 +59,9 @@ def test_without_a_gpu_everything_runs_on_cpus(folders: Path) -> None:
     config = with_gpus(config_of(folders), cluster(0))
     rows = {row.name: row for row in deployments(config)}
     assert {row.num_gpus for row in rows.values()} == {0.0}
-    assert rows["engine"].args["source"].images.device == "cpu"
+    assert rows["engine"].args["source"].keywords["images"].device == "cpu"
     assert rows["controlnet-edges"].args["device"] == "cpu"
-    assert rows["hn-shop"].args["source"].device == rows["whole-small"].args["source"].device == "cpu"
+    assert rows["hn-shop"].args["device"] == rows["whole-small"].args["device"] == "cpu"
 
 
 def test_with_enough_each_has_its_own(folders: Path) -> None:
@@ -69,7 +69,7 @@ def test_with_enough_each_has_its_own(folders: Path) -> None:
     assert shares(config_of(folders), 8) == dict.fromkeys(ALL, 1.0)
     assert shares(config_of(folders, replicas=4), 4, 4) == dict.fromkeys(ALL, 1.0)
     rows = {row.name: row for row in deployments(with_gpus(config_of(folders), cluster(8)))}
-    assert rows["engine"].args["source"].images.device == rows["controlnet-edges"].args["device"] == "auto"
+    assert rows["engine"].args["source"].keywords["images"].device == rows["controlnet-edges"].args["device"] == "auto"
 
 
 def test_one_gpu_is_shared_by_what_replicas_hold(folders: Path) -> None:

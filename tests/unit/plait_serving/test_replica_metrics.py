@@ -54,9 +54,9 @@ def test_every_series_names_its_replica_and_families_are_whole() -> None:
 def test_families_cross_between_processes() -> None:
     """As Serve carries them."""
     made = [*http_metrics(3, 0.05, 1), family("plait_x_total", "X", {("a", "b"): 2, ("c", "d"): 3.5}, "model", "part")]
-    told = ReplicaMetrics(replica="r", families=made, account={("r", "anyone", "images"): 3})
+    told = ReplicaMetrics(replica="r", families=made, account={("r", "anyone", "images"): 3}, at={"node": 0.5})
     came = pickle.loads(pickle.dumps(told))
-    assert (came.replica, came.account) == (told.replica, told.account)
+    assert (came.replica, came.account, came.at) == (told.replica, told.account, told.at)
     assert exposition(came.families) == exposition(made)
     assert found(made, "plait_x_total", model="c", part="d") == [3.5]
     assert found([family("plait_y", "Y", 0.25)], "plait_y") == [0.25]

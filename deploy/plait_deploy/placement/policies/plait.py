@@ -65,13 +65,10 @@ class PlaitPolicy(ScoredPolicy):
         weighed = [replace(each, weight=each.weight * max(1, each.task.gpus)) for each in self._classes]
         self._tables = (ExpectedUse(self._classes, state), FragmentTables(weighed, state))
 
-    def regime(self, state: ClusterState) -> int:
-        """Return 1 if the cluster's GPUs turn over, else 0."""
-        return int(state.turnover >= TURNS_OVER and not state.cpu_scarcer)
-
     def score(self, state: ClusterState, task: Task, nodes: Ints) -> tuple[Ints, Ints | None]:
         """Score by the gain of the best device."""
-        return self._tables[self.regime(state)].gain(state, task, nodes)
+        turns_over = state.turnover >= TURNS_OVER and not state.cpu_scarcer
+        return self._tables[turns_over].gain(state, task, nodes)
 
 
 class ExpectedUse(DeviceTables):

@@ -1,4 +1,5 @@
-"""How what can be requested gets from an engine to an ingress: only when it has changed, and in small pieces."""
+"""What gets from an engine's replica to an ingress beside events: that a request is there; and what can be requested,
+only when it has changed, and in small pieces."""
 
 from __future__ import annotations
 
@@ -16,6 +17,12 @@ PIECE_BYTES = 64 << 10
 its core aborts the whole process (`CoreWorker::GetOwnerAddressOrDie`, Ray 2.60)."""
 
 _JSON = TypeAdapter(Catalog)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The first event of every request that reached a replica: from then on it waits for its turn, not for a
+    replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

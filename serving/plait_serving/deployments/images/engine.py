@@ -9,13 +9,12 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait_serving.cores import declare_thread_cap
-from plait_serving.deployments.images.catalog_pieces import CatalogHead, CatalogPacker
-from plait_serving.deployments.images.engine_source import Accepted, EngineSource
+from plait_serving.deployments.images.catalog_pieces import Accepted, CatalogHead, CatalogPacker
 from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.diffusion.errors import EngineError, EngineStopped
@@ -23,6 +22,9 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.health import Health
 from plait_serving.replica_metrics import ReplicaMetrics
+
+if TYPE_CHECKING:
+    from plait_serving.deployments.images.hosted import HostedImages  # which needs torch
 
 PROGRESS_PERIOD_S = 0.1
 """The min interval between progress events: each costs both replicas about a millisecond, a batch has one per
@@ -33,11 +35,12 @@ the request survived a step."""
 class EngineReplica:
     """One replica. Image requests are answered as streams of events, everything else as plain calls."""
 
-    def __init__(self, source: EngineSource, controlnets: Mapping[str, Any]) -> None:
+    def __init__(self, source: Callable[[Mapping[str, Any]], HostedImages], controlnets: Mapping[str, Any]) -> None:
+        """Make the engine: `source` does, of Serve's handles of ControlNets by name."""
         configure_logging("engine", os.environ)
         shorten_gil_interval()
         self._stopping = False
-        self._hosted = source.open(controlnets)
+        self._hosted = source(controlnets)
         self._packer = CatalogPacker(seconds_to_start())
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event | Accepted, None]:

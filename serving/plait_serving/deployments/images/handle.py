@@ -18,9 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
-from plait_serving.deployments.images.catalog_pieces import unpacked
-from plait_serving.deployments.images.engine_source import Accepted
-from plait_serving.deployments.metrics import AllReplicas, answers_of, ask_all
+from plait_serving.deployments.images.catalog_pieces import Accepted, unpacked
+from plait_serving.deployments.metrics import AllReplicas, ask_all
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import HEALTH_TIMEOUT_S, Health
@@ -49,12 +48,10 @@ ACCEPT_TIMEOUT_S = 120.0
 class HandleImageService:
     """An `ImageService` over the base model's handle; Serve's errors become the engine's."""
 
-    def __init__(self, handle: Any, controlnets: Sequence[Any] = ()) -> None:
-        """Take the handles of the base model and of its ControlNets' services, which are only asked for metrics."""
+    def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._stream = handle.options(stream=True)
         self._engines = AllReplicas(handle)
-        self._controlnets = [AllReplicas(it) for it in controlnets]
         self._outages = Outages()
         self._suspects = FatalRequests()
         self._accepted_s = -math.inf
@@ -147,12 +144,12 @@ class HandleImageService:
             if isinstance(answer, Exception):
                 raise self._translated(answer) from answer
 
-    async def counts(self) -> list[ReplicaMetrics]:
-        """Return what all replicas count. Raises `EngineStopped` if no engine answers."""
-        engines, controlnets = await asyncio.gather(answers_of([self._engines]), answers_of(self._controlnets))
+    async def counts(self) -> Sequence[ReplicaMetrics]:
+        """Return what all replicas count. Raises `EngineStopped` if none answers."""
+        engines = await self._engines.answers()
         if not engines:
             raise EngineStopped("no engine replica reports its metrics")
-        return engines + controlnets
+        return engines
 
     async def health(self) -> Health:
         """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""

@@ -14,6 +14,7 @@ from plait_kernels.cores import usable_cores
 from plait_serving.cores import capped, socket_folder, threads_of_host
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
+from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import engine_pressure
 from plait_serving.diffusion.admission import ImageLimits, nearest_size
 from plait_serving.diffusion.assemble import Remote, build_engine_of, warm_up
@@ -42,11 +43,13 @@ _CONTROLNETS_TIMEOUT_S = 120.0
 _POLL_S = 0.5
 
 
-def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> HostedImages:
-    """Load the models and make the warm-up images. `controlnets`: Serve handles of those that are deployments.
+def open_images(controlnets: Mapping[str, Any], *, images: ImagesSection) -> HostedImages:
+    """Load the models and make the warm-up images, with the replica's knobs. `controlnets`: Serve handles of those that
+    are deployments.
 
     Raises `ModelError`.
     """
+    images = images.model_copy(update={"knobs": EngineKnobs.model_validate(given_knobs())})
     reached = {name: _reached(name, handle) for name, handle in controlnets.items()}
     hosted = load_images(images, {name: client for name, (_, client) in reached.items()})
     services = {name: service for name, (service, _) in reached.items()}
@@ -83,8 +86,7 @@ def load_images(
     """Load the first base model and start the engine, without a warm-up image. Raises `ModelError`.
 
     `remote`: clients of the ControlNets that are deployments. One that runs in this process is loaded when first used.
-    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it, and no thread
-    looks what is in their folder.
+    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
     `converts=False` runs what an executor converted before, and leaves the rest to torch.
     """
     loras = lora_source(images)
@@ -108,10 +110,7 @@ def load_images(
     }
     folder = None if images.models_folder is None else FolderOfModels(images.models_folder)
     engine = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
-    cards = LoraCards(loras, lambda: _family(engine))
-    if lora_formats:
-        cards.watch()
-    return HostedImages(images, engine, cards)
+    return HostedImages(images, engine, LoraCards(loras, lambda: _family(engine), formats=lora_formats))
 
 
 def _family(engine: Engine) -> str:
@@ -222,7 +221,6 @@ class HostedImages:
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
         self.engine.stop(drain_s=drain_s)
-        self._lora_cards.close()
 
     def _counted(self) -> ReplicaMetrics:
         return counted(self.engine, threads_of_host(socket_folder(), cores=usable_cores()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,16 +19,24 @@ _HEADERS_S = 0.1  # of every period: images are made on the same cores
 
 
 class LoraCards:
-    """The LoRAs that exist now. `watch` keeps them up to date behind the requests: each file's header is read once, and
-    again when the file has changed; until then its format is "unknown", as that of a file in a store."""
+    """The LoRAs that exist now. Who asks takes in, once in a while, what is new in a folder: each file's header is read
+    once, and again when the file has changed; until then its format is "unknown", as that of a file in a store."""
 
     def __init__(
-        self, source: LoraSource, family: Callable[[], str], *, clock: Callable[[], float] = time.monotonic
+        self,
+        source: LoraSource,
+        family: Callable[[], str],
+        *,
+        formats: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`formats=False`: no file is opened, and nobody looks what is in the folder."""
         self._source = source
+        self._folder = source if formats and isinstance(source, FolderSource) else None
         self._family = family
         self._clock = clock
-        self._closed = threading.Event()
+        self._looking = threading.Lock()
+        self._looked_s = -math.inf
         self._listing: object = None
         self._stamps: dict[str, str] = {}
         self._formats: Mapping[str, tuple[str, str]] = {}  # by name: the file's stamp, and its format
@@ -35,6 +44,11 @@ class LoraCards:
 
     def cards(self) -> tuple[LoraCard, ...]:
         """Return the cards, sorted by name: the same object while nothing has changed."""
+        if self._folder is not None and self._looking.acquire(blocking=False):  # else another thread looks
+            try:
+                self._look(self._folder)
+            finally:
+                self._looking.release()
         of = (self._source.names(), self._formats, self._family())
         made_of, cards = self._made
         if of != made_of:
@@ -45,22 +59,11 @@ class LoraCards:
             self._made = (of, cards)
         return cards
 
-    def watch(self) -> None:
-        """Follow a folder on a thread of its own until `close`."""
-        if isinstance(self._source, FolderSource):
-            threading.Thread(target=self._watch, args=(self._source,), name="plait-lora-cards", daemon=True).start()
-
-    def close(self) -> None:
-        """Let the thread end. Idempotent."""
-        self._closed.set()
-
-    def _watch(self, folder: FolderSource) -> None:
-        while not self._closed.is_set():
-            self.look(folder)
-            self._closed.wait(_PERIOD_S)
-
-    def look(self, folder: FolderSource) -> None:
+    def _look(self, folder: FolderSource) -> None:
         """Take in what came, went or changed, and read headers for a while."""
+        if self._clock() < self._looked_s + _PERIOD_S:
+            return
+        self._looked_s = self._clock()
         listing = folder.look()
         if listing is not self._listing:
             self._listing, self._stamps = listing, folder.stamps()
@@ -73,7 +76,6 @@ class LoraCards:
                 formats[name] = (stamp, _format(folder, name))
         if formats != self._formats:
             self._formats = formats
-        self.cards()
 
 
 def _format(folder: FolderSource, name: str) -> str:

@@ -10,39 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from plait_disagg.package.manifest import PackageError
-from plait_disagg.package.read import Package
+from plait_disagg.package.read import Package, open_package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments import worker_name
-from plait_serving.deployments.metrics import AllReplicas, answers_of, ask
-from plait_serving.deployments.ranking.package_source import PackageSource
+from plait_serving.deployments.metrics import ask
 from plait_serving.deployments.ranking.worker import ServeRanker, wait_until_ready
 from plait_serving.ranking.config import MAX_SHARDS, shard_role
 from plait_serving.ranking.local import LocalRankingService, ServedRanker
-from plait_serving.replica_metrics import ReplicaMetrics
 
 
-class RemoteRankingService(LocalRankingService):
-    """Its rankers' workers are deployments."""
-
-    def __init__(self, models: Mapping[str, PackageSource], handles: Mapping[str, Any]) -> None:
-        """Take the models by the names that requests use, and the handles of deployments by their names; connecting
-        continues in the background."""
-        parts = {name: parts_of(name, handles) for name in models}
-        rankers = {name: ServeRanker(name, next(iter(parts[name].values()))) for name in models}
-        wait_until_ready([ranker.core for ranker in rankers.values()])
-        served = {}
-        for name, source in models.items():
-            package = source.package()
-            refresh = partial(published, package, fleets_of(name, parts[name]))
-            served[name] = ServedRanker(ranker=rankers[name], items=package.items, refresh=refresh)
-        super().__init__(served)
-        self._workers = [AllReplicas(part) for it in parts.values() for part in it.values()]
-
-    async def worker_counts(self) -> Sequence[ReplicaMetrics]:
-        """Return what the workers' replicas count."""
-        return await answers_of(self._workers)
+def remote_ranking(models: Mapping[str, Path], handles: Mapping[str, Any]) -> LocalRankingService:
+    """Return a service whose rankers' workers are deployments, of the models' folders by the names that requests use,
+    and the handles of deployments by their names; connecting continues in the background."""
+    parts = {name: parts_of(name, handles) for name in models}
+    rankers = {name: ServeRanker(name, next(iter(parts[name].values()))) for name in models}
+    wait_until_ready([ranker.core for ranker in rankers.values()])
+    served = {}
+    for name, folder in models.items():
+        package = open_package(folder)  # it knows the items by id, and what updates are checked against
+        refresh = partial(published, package, fleets_of(name, parts[name]))
+        served[name] = ServedRanker(ranker=rankers[name], items=package.items, refresh=refresh)
+    return LocalRankingService(served)
 
 
 def parts_of(model: str, handles: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from plait_disagg.package.sharding import Sharding, identity, plan_of
+from plait_disagg.package.sharding import Sharding, identity, plan_of, remote_tables
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import HnKnobs, WorkerKnobs
 from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import RefreshError
-from plait_disagg.refresh.live_package import LivePackage
+from plait_disagg.refresh.live_package import LivePackage, open_live
+from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.remote import RemoteShard, shards_metrics, wait_for_shards
 from plait_disagg.tables.rows_wire import ShardIdentity
 from plait_disagg.workers.cn import CnCore
@@ -37,16 +38,16 @@ from plait_fabric import Listener, new_secret
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import Replica
+from plait_kernels.devices import default_device
 from plait_kernels.threads import run_on_own_thread, set_threads
 from plait_serving.cores import cpu_threads, declare_thread_cap
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, open_listeners, this_replica
 from plait_serving.deployments.metrics import ask_all
 from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
-from plait_serving.deployments.ranking.package_source import PackageSource
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.health import HEALTH_TIMEOUT_S
-from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, NoKnobs, RankRole
+from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, NoKnobs, RankExecutor, RankRole
 from plait_serving.ranking.counted import rank_families
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
@@ -73,15 +74,19 @@ class RankWorker:
         self,
         *,
         name: str,
-        source: PackageSource,
+        folder: Path,
         role: RankRole,
+        device: str = "auto",
+        executor: RankExecutor = "auto",
         hns: Any = None,
         dealt: Mapping[str, Any] | None = None,
         shard: int = 0,
         shards: Sequence[Any] = (),
         between_hosts: BetweenHosts = "tcp",
     ) -> None:
-        """Load this role's half and listen. `hns`, for a CN: Serve's handle of the model's HN deployment.
+        """Load this role's half from the folder, which `plait models package` made, and listen. With `device` "auto", a
+        dense half uses CUDA if available; with `executor` "auto", one on the CPU runs on prepared programs where these
+        are faster. `hns`, for a CN: Serve's handle of the model's HN deployment.
 
         `dealt`: how the tables are dealt, if they are; `shard`: which one this is; `shards`, for a CN: the
         handles of all. Raises `PackageError`.
@@ -94,7 +99,7 @@ class RankWorker:
         self._stopped = False
         self._shards: list[RemoteShard] = []
         self._sharding, self._shard = None if dealt is None else Sharding(**dealt), shard
-        live = run_on_own_thread(lambda: self._opened(source, shards))
+        live = run_on_own_thread(lambda: self._opened(folder, device, executor, shards))
         self._plain_knobs = self._plain(given_knobs())
         listeners = open_listeners(self._secret, kind="rank", between_hosts=between_hosts)
         reach_hn = ServeReplicas(f"the HNs of {name}", hns).connect
@@ -142,16 +147,29 @@ class RankWorker:
         wait_until_ready([cn])
         return cn, door
 
-    def _opened(self, source: PackageSource, handles: Sequence[Any]) -> LivePackage:
+    def _opened(self, folder: Path, device: str, executor: RankExecutor, handles: Sequence[Any]) -> LivePackage:
+        """Load what this role holds: the halves with all tables, a shard of the tables, or the CN half without."""
+        role, sharding = self._role, self._sharding
+
         def reach(of: ShardIdentity) -> RemoteShard:
             replicas = ServeReplicas(f"shard {of.shard} of {self._model}", handles[of.shard])
             made = RemoteShard(replicas.connect, of, max_replicas=MAX_WORKERS)
             self._shards.append(made)
             return made
 
-        if self._sharding is None:
-            return source.open(self._role)
-        return source.open_sharded(self._sharding, self._shard, None if self._role == "shard" else reach)
+        if sharding is None:
+            device, prepares = default_device() if device == "auto" else device, executor == "auto"
+            return open_live(folder, sparse=role != "hn", dense=role != "cn", device=device, prepares=prepares)
+        if role == "shard":
+            return open_live(
+                folder,
+                sparse=False,
+                dense=False,
+                pieces=lambda it: HeldPieces(it.tables, plan_of(it, sharding).of_shard(self._shard)),
+            )
+        return open_live(
+            folder, sparse=True, dense=False, tables=lambda it: remote_tables(it, plan_of(it, sharding), reach)
+        )
 
     def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
         if self._role == "shard":

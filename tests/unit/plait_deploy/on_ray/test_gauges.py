@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from plait_deploy.on_ray.gauges import gauges
-from plait_deploy.on_ray.nodes import DEVICES, LABEL, NODE, living_nodes, node_number
-from plait_deploy.placement.demands import Demand, task_of
+from plait_deploy.on_ray.nodes import CPUS, DEVICES, GPUS, LABEL, NODE, living_nodes, node_number
 
 FIRST, SECOND, HOST, DEAD = (f"{at}{'0' * 55}" for at in "3579")
 
@@ -17,8 +16,8 @@ def nodes():
     return living_nodes([of(FIRST, 2), of(SECOND, 1), of(HOST, 0), of(DEAD, 8, alive=False)])
 
 
-def demand(name, gpus, replicas):
-    return Demand(name=name, task=task_of(name, num_cpus=1, num_gpus=gpus), replicas=replicas)
+def replica(gpus, **where):
+    return {CPUS: 1.0, GPUS: gpus, **where}
 
 
 def values(families):
@@ -27,9 +26,8 @@ def values(families):
 
 def test_a_rest_too_small_for_most_replicas_is_stranded_for_them():
     """0.7 are taken of a device: 0.3 are left, which 1 of 4 replicas could use, and whole devices, which all could."""
-    demands = [demand("big", 0.7, 3), demand("small", 0.2, 1)]
-    reports = {"big": [{NODE: node_number(FIRST), DEVICES: 2.0}]}
-    found = values(gauges(nodes(), demands, reports))
+    elsewhere = [replica(0.7), replica(0.7), replica(0.2)]
+    found = values(gauges(nodes(), [replica(0.7, **{NODE: node_number(FIRST), DEVICES: 2.0}), *elsewhere]))
     first, second = ((each[:12], "a") for each in (FIRST, SECOND))
     assert found["plait_node_gpus", *first] == 2
     assert found["plait_node_idle_gpus", *first] == 1.3
@@ -40,17 +38,16 @@ def test_a_rest_too_small_for_most_replicas_is_stranded_for_them():
 
 def test_reports_of_different_moments_do_no_harm():
     """Of two replicas on one device, of one on a node that is gone and of one without numbers, what can be is."""
-    demands = [demand("x", 0.7, 4)]
     said = [{NODE: node_number(FIRST), DEVICES: 1.0}] * 2 + [{NODE: node_number(DEAD), DEVICES: 1.0}, {}]
-    found = values(gauges(nodes(), demands, {"x": said}))
+    found = values(gauges(nodes(), [replica(0.7, **where) for where in said]))
     assert found["plait_node_idle_gpus", FIRST[:12], "a"] == 1.3
-    named = values(gauges(nodes(), demands, {"x": [{NODE: node_number(SECOND)}]}))
+    named = values(gauges(nodes(), [replica(0.7, **{NODE: node_number(SECOND)})]))
     assert named["plait_node_idle_gpus", SECOND[:12], "a"] == 0.3
 
 
 def test_without_gpus_the_families_are_there_and_empty():
     """So that a dashboard finds their names anywhere."""
-    families = gauges((), (), {})
+    families = gauges((), ())
     assert values(families) == {}
     assert [family.name for family in families] == [f"plait_node_{it}gpus" for it in ("", "idle_", "stranded_")]
 

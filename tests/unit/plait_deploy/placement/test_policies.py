@@ -11,7 +11,7 @@ from plait_deploy.placement.device_tables import FragmentTables
 from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.policies.baselines import FgdPolicy, commonest, integer_scores
 from plait_deploy.placement.policies.plait import TURNS_OVER, ExpectedUse
-from plait_deploy.placement.policies.scored import REMEMBERED, Ties, leftover
+from plait_deploy.placement.policies.scored import Ties, leftover
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 
@@ -142,8 +142,8 @@ def test_fgd_knows_the_commonest_only():
 
 @pytest.mark.parametrize("tables", [ExpectedUse, FragmentTables])
 def test_plait_follows_one_rule_while_a_cluster_fills_and_another_once_it_turns_over(tables):
-    """The highest gain of the rule's tables, over all classes, with ties to the least left over; scores that were
-    remembered under the other rule are forgotten. No class has two GPUs, so weights are counts."""
+    """The highest gain of the rule's tables, over all classes, with ties to the least left over. No class has two GPUs,
+    so weights are counts."""
     tasks = made_up(3)
     classes = classes_of(tasks)
     state = ClusterState(mixed(3))
@@ -171,15 +171,6 @@ def test_plait_follows_one_rule_while_a_cluster_fills_and_another_once_it_turns_
         state.place(task, at)
     assert (state.turnover >= TURNS_OVER) == turns
     assert others
-
-
-def test_scores_of_many_tasks_do_not_pile_up():
-    """The oldest are forgotten, and computed again when they are asked for."""
-    policy, state = make_policy("best-fit", ()), cluster(1)
-    for cpu in range(REMEMBERED + 10):
-        assert policy.choose(state, Task(cpu_milli=cpu)) == TaskPlacement(node=0, devices=())
-    assert len(policy._known) == REMEMBERED
-    assert policy.choose(state, Task(cpu_milli=0)) is not None
 
 
 @pytest.mark.parametrize("tables", [FragmentTables, ExpectedUse])

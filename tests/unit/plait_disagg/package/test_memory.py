@@ -19,10 +19,11 @@ from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Bag, Dense
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.graph.tile import tile
-from plait_disagg.package.manifest import PackageError, sha256_of
+from plait_disagg.package.manifest import TABLES, PackageError, sha256_of
 from plait_disagg.package.memory import check_memory
 from plait_disagg.package.read import open_package
 from plait_disagg.package.write import PackageOptions, write_package
+from plait_disagg.tables import storage
 from support.graph import model
 from support.graph_models import Small
 
@@ -201,3 +202,15 @@ def test_the_files_of_a_package_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "p").iterdir()} == {0o640}
+
+
+def test_who_publishes_updates_reads_no_tables_ahead(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress checks an update against the tables' header, and does not fill its host's memory with their rows, as a
+    worker that looks up does."""
+    read: list[Path] = []
+    monkeypatch.setattr(storage, "read_ahead", lambda path, _: read.append(path))
+    package = open_package(packaged)
+    assert package.tables.is_writable
+    assert not read
+    package.sparse()
+    assert read == [packaged / TABLES]

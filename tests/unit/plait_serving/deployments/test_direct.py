@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from plait.config import ServerSection
 from plait.errors import ServeError
 from plait.server.ports import check_port, free_port, hold_port, with_port
-from plait_serving.deployments.direct import Direct, DirectListener
+from plait_serving.deployments.direct import DirectListener
 from support.waiting import until
 
 
@@ -64,7 +64,7 @@ async def test_what_runs_is_answered_and_what_comes_later_refused() -> None:
     """`refuse_new` closes the door; the answer in flight is sent."""
     port, app = free_port("127.0.0.1"), App("a")
     app.may_answer.clear()
-    listener = DirectListener(Direct(host="127.0.0.1", port=port, drain_s=20))
+    listener = DirectListener(host="127.0.0.1", port=port, drain_s=20)
     async with client() as asking, listener.answering(app):
         running = asyncio.create_task(_ask(asking, port))
         await app.asked.wait()
@@ -80,7 +80,7 @@ async def test_an_answer_that_never_comes_does_not_hold_the_end() -> None:
     port, app = free_port("127.0.0.1"), App("a")
     app.may_answer.clear()
     async with client() as asking:
-        async with DirectListener(Direct(host="127.0.0.1", port=port, drain_s=0.1)).answering(app):
+        async with DirectListener(host="127.0.0.1", port=port, drain_s=0.1).answering(app):
             running = asyncio.create_task(_ask(asking, port))
             await app.asked.wait()
         assert (await running) == "Internal Server Error"
@@ -90,12 +90,12 @@ async def test_the_next_replica_takes_over_without_a_gap() -> None:
     """Old and new listen together while Serve replaces one by the other. Signals stay the process's own."""
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     port = free_port("127.0.0.1")
-    where = Direct(host="127.0.0.1", port=port, drain_s=1)
+    where = {"host": "127.0.0.1", "port": port, "drain_s": 1}
     async with client() as asking:
         async with contextlib.AsyncExitStack() as old:
-            await old.enter_async_context(DirectListener(where).answering(App("old")))
+            await old.enter_async_context(DirectListener(**where).answering(App("old")))
             assert await _ask(asking, port) == "old"
-            async with DirectListener(where).answering(App("new")):
+            async with DirectListener(**where).answering(App("new")):
                 await old.aclose()
                 assert {await _ask(asking, port) for _ in range(5)} == {"new"}
                 assert signal.getsignal(signal.SIGINT) is on_ctrl_c
@@ -110,7 +110,7 @@ async def test_a_listener_that_ended_by_itself_says_so(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(uvicorn.Server, "serve", serve)
     port = free_port("127.0.0.1")
-    listener = DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1))
+    listener = DirectListener(host="127.0.0.1", port=port, drain_s=1)
     async with listener.answering(App("a")):
         await until(lambda: listener.failure is not None)
         assert f"port {port}" in str(listener.failure)
@@ -122,7 +122,7 @@ def test_a_port_of_another_program_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=rf"server\.direct_port: cannot listen on 127\.0\.0\.1:{port}: "):
-            DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1))
+            DirectListener(host="127.0.0.1", port=port, drain_s=1)
         with pytest.raises(Exception, match=r"in use by another program; choose another with server\.direct_port"):
             check_port("127.0.0.1", port, option="server.direct_port")
         with pytest.raises(ServeError, match=r"in use by another program; choose another with server\.direct_port"):
@@ -138,7 +138,7 @@ async def test_a_port_that_is_held_is_for_the_ingress_alone() -> None:
         async with client() as asking:
             with pytest.raises(httpx2.ConnectError):
                 await _ask(asking, port)
-            async with DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1)).answering(App("a")):
+            async with DirectListener(host="127.0.0.1", port=port, drain_s=1).answering(App("a")):
                 assert {await _ask(asking, port) for _ in range(5)} == {"a"}
     socket.create_server(("127.0.0.1", port)).close()
 

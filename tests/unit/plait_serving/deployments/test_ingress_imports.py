@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from plait_serving.deployments.lazy import LAZY
+from plait.app import AppArgs
+from plait.deployments import deployments
+from plait_serving.deployments import INGRESS
 
 PICTURES_ALONE = """
 from unittest.mock import Mock
@@ -27,6 +29,7 @@ import plait_serving.deployments.images.engine, plait_serving.deployments.images
 import plait_serving.diffusion.families.unet.family
 """
 BUILDING = "from plait.app import AppArgs, build\nbuild(AppArgs())"
+MODULES = {row.target.partition(":")[0] for row in deployments(AppArgs()) if row.name != INGRESS}
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
 
 
@@ -34,7 +37,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
     ("code", "absent"),
     [
         (PICTURES_ALONE, (*LIBRARIES, "torch", "scipy", "plait_deploy.placement.policies", "plait_disagg.values")),
-        (BUILDING, ("torch", *(target.partition(":")[0] for target in LAZY))),
+        (BUILDING, ("torch", *MODULES)),
         (ENGINE, ("plait_fabric",)),
         (RANKING, (*LIBRARIES, "sklearn")),
         (GENERATE, (*LIBRARIES, "torch", "scipy", "ray")),
@@ -44,7 +47,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
 def test_a_process_loads_nothing_that_it_does_not_need(code, absent) -> None:
     """Libraries take seconds to load and much memory: torch only for those who hold tensors, the rest for the engine.
     Of ours, what belongs to ranking or to placement's study stays away, and what deployments stand for
-    (`deployments/lazy.py`) where the application is built."""
+    (`LazyReplica`) where the application is built."""
     refuse = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"  # whoever imports one of them fails
     done = subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError
 from fakes.broadcast import BroadcastHandle
 from plait_serving.deployments import ingress as ingress_module
 from plait_serving.deployments.ingress import Ingress
-from plait_serving.deployments.metrics import AllReplicas, answers_of
+from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.http.context import HttpSettings
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 from support.prometheus import found, total
@@ -30,7 +30,7 @@ def said(name: str, steps: float, waiting: float = 0.0) -> ReplicaMetrics:
 
 async def told(replicas: AllReplicas, name: str = "x_steps_total") -> dict[str, float]:
     """What is shown of each replica."""
-    families = [it for answer in await answers_of([replicas]) for it in answer.labelled()]
+    families = [it for answer in await replicas.answers() for it in answer.labelled()]
     return {it.labels["replica"]: it.value for each in families for it in each.samples if it.name == name}
 
 
@@ -87,13 +87,16 @@ async def test_a_handle_that_cannot_be_made_is_no_answer() -> None:
 
 
 async def test_an_ingress_tells_what_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Itself it counts once, whatever the broadcast says of it; and it answers within a second (finding 9)."""
-    handle = telling(said("another", 5), said(this_process(), 5), TimeoutError())
-    monkeypatch.setattr(ingress_module, "AllReplicas", lambda make: AllReplicas(handle))
-    ingress = Ingress({}, HttpSettings)
+    """Of ingresses and of other deployments. Itself it counts once, whatever the broadcast says of it; and it answers
+    within a second (finding 9)."""
+    handle, net = telling(said("another", 5), said(this_process(), 5), TimeoutError()), telling(said("edges", 7))
+    monkeypatch.setattr(ingress_module, "AllReplicas", lambda of=None, make=None: AllReplicas(handle if make else of))
+    ingress = Ingress({"controlnet-edges": net}, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
     text = await scraped(app)
-    assert found(text, "x_steps_total") == found(text, "x_steps_total", replica="another") == [5]
+    assert found(text, "x_steps_total", replica="another") == [5]
+    assert sorted(found(text, "x_steps_total")) == [5, 7]
+    net.answers = ()
     own = await ingress.metric_families()
     assert own.replica == this_process()
     assert total(list(own.families), "plait_requests_total", route="/metrics") == 1

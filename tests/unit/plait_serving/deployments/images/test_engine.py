@@ -11,23 +11,12 @@ import pytest
 from fakes.images import FAKE_CATALOG, FAKE_REQUEST
 from fakes.serve import FakeHosted
 from plait_kernels.heartbeat import Stuck
-from plait_serving.deployments.images.catalog_pieces import unpacked
+from plait_serving.deployments.images.catalog_pieces import Accepted, unpacked
 from plait_serving.deployments.images.engine import EngineReplica, portable
-from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.diffusion.errors import EngineError, EngineStopped, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
 from support.prometheus import total
-
-
-class Source:
-    """A recipe of a given hosted engine."""
-
-    def __init__(self, hosted):
-        self.hosted = hosted
-
-    def open(self, controlnets):
-        return self.hosted
 
 
 def test_the_thread_that_steps_waits_briefly_for_the_interpreter():
@@ -35,7 +24,7 @@ def test_the_thread_that_steps_waits_briefly_for_the_interpreter():
     before = sys.getswitchinterval()
     try:
         sys.setswitchinterval(5e-3)
-        EngineReplica(Source(FakeHosted(step_s=0.0)), {})
+        EngineReplica(lambda _: FakeHosted(step_s=0.0), {})
         assert sys.getswitchinterval() < 1e-3
     finally:
         sys.setswitchinterval(before)
@@ -44,7 +33,7 @@ def test_the_thread_that_steps_waits_briefly_for_the_interpreter():
 async def test_serve_replica_streams_reconfigures_and_drains():
     """The deployment passes events on, validates knobs, and refuses requests once it drains."""
     hosted = FakeHosted(step_s=0.0)
-    replica = EngineReplica(Source(hosted), {"edges": object()})
+    replica = EngineReplica(lambda _: hosted, {"edges": object()})
     events = [event async for event in replica.generate(FAKE_REQUEST)]
     assert events[0] == Accepted()
     assert isinstance(events[-1], Finished)
@@ -70,7 +59,7 @@ async def test_serve_replica_streams_reconfigures_and_drains():
 
 async def test_serve_replica_thins_progress_and_nothing_else():
     """However fast the steps, only some progress events cross the handle; previews and the end always do."""
-    replica = EngineReplica(Source(FakeHosted(step_s=0.0)), {})
+    replica = EngineReplica(lambda _: FakeHosted(step_s=0.0), {})
     many = replace(FAKE_REQUEST, steps=50, partial_images=3, wants_progress=True)
     kinds = [type(event) for event in [event async for event in replica.generate(many)]]
     assert 1 <= kinds.count(Progress) < 50
@@ -81,7 +70,7 @@ async def test_serve_replica_thins_progress_and_nothing_else():
 
 async def test_serve_replica_reports_a_first_step_to_who_reads_no_progress():
     """Each event costs both replicas time; that the request survived a step is news all the same."""
-    replica = EngineReplica(Source(FakeHosted(step_s=0.15)), {})
+    replica = EngineReplica(lambda _: FakeHosted(step_s=0.15), {})
     events = [event async for event in replica.generate(FAKE_REQUEST)]
     kinds = [type(event) for event in events if event != Accepted()]
     assert kinds.count(Progress) == 1
@@ -100,7 +89,7 @@ async def test_serve_replica_reports_a_compute_thread_that_died_or_hangs(broken,
     """Serve replaces it, although its thread is alive and gets nowhere (finding 9); one that is on its way out is not
     asked any more."""
     hosted = FakeHosted(step_s=0.0)
-    replica = EngineReplica(Source(hosted), {})
+    replica = EngineReplica(lambda _: hosted, {})
     replica.check_health()
     vars(hosted).update(broken)
     with pytest.raises(error, match=says):
@@ -112,7 +101,7 @@ async def test_serve_replica_reports_a_compute_thread_that_died_or_hangs(broken,
 async def test_serve_replica_cancels_the_request_of_a_closed_stream():
     """Closing the stream on the replica closes the engine's generator."""
     hosted = FakeHosted(step_s=0.01)
-    replica = EngineReplica(Source(hosted), {})
+    replica = EngineReplica(lambda _: hosted, {})
     events = replica.generate(FAKE_REQUEST)
     assert await anext(events) == Accepted()
     await anext(events)

@@ -14,9 +14,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from fakes.images import FAKE_CATALOG, FAKE_REQUEST, fake_result
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
-from plait_serving.deployments.images.catalog_pieces import CatalogPacker
+from plait_serving.deployments.images.catalog_pieces import Accepted, CatalogPacker
 from plait_serving.deployments.images.counted import audit_families
-from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.deployments.images.handle import HandleImageService, translate
 from plait_serving.diffusion.errors import (
     Cancelled,
@@ -350,21 +349,19 @@ async def test_serve_handle_waits_for_a_replica_only_so_long(monkeypatch):
 
 
 async def test_serve_handle_metrics_are_those_of_all_replicas():
-    """Whichever ingress is asked, all engines and ControlNet services are counted, each audit by its model; a dead one
-    hides nothing, but without any engine that is an error."""
-    handles = [Handle() for _ in range(3)]
-    for who, service in enumerate(handles[:2]):
-        audits = audit_families({f"model {who}": AuditStatistics(checked=5, drifted=who, largest=0.25)})
-        answers = [ReplicaMetrics(replica=f"{who}{it}", families=audits) for it in "ab"]
-        service.broadcast = lambda _, found=answers: SimpleNamespace(results=lambda **_: found)
-    handles[2].broadcast = lambda _: SimpleNamespace(results=lambda **_: [ActorDiedError()])
-    counts = await HandleImageService(handles[0], handles[1:]).counts()
+    """Whichever ingress is asked, all engines are counted, each audit by its model; a dead one hides nothing, but
+    without any that is an error."""
+    engines, audits = Handle(), audit_families({"emoji": AuditStatistics(checked=5, drifted=1, largest=0.25)})
+    answers = [*(ReplicaMetrics(replica=it, families=audits) for it in "ab"), ActorDiedError()]
+    engines.broadcast = lambda _: SimpleNamespace(results=lambda **_: answers)
+    counts = await HandleImageService(engines).counts()
     families = [it for answer in counts for it in answer.labelled()]
-    assert total(families, "plait_audit_checked_total") == 20
-    assert total(families, "plait_audit_drifted_total", model="model 1", replica="1a") == 1
-    assert total(families, "plait_audit_largest_share_of_tolerance", model="model 1", replica="1b") == 0.25
+    assert total(families, "plait_audit_checked_total") == 10
+    assert total(families, "plait_audit_drifted_total", model="emoji", replica="a") == 1
+    assert total(families, "plait_audit_largest_share_of_tolerance", model="emoji", replica="b") == 0.25
+    answers = [ActorDiedError()]
     with pytest.raises(EngineStopped):
-        await HandleImageService(handles[2], handles[:2]).counts()
+        await HandleImageService(engines).counts()
 
 
 async def test_serve_handle_a_stream_without_an_end_is_a_failure():

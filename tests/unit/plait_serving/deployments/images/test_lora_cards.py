@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,9 +44,8 @@ class Shelf:
             shutil.copy(self.lora, self.folder / f"{name}.safetensors")
 
     def look(self) -> dict[str, str]:
-        """Return the formats by name, a second later, after the thread has looked."""
+        """Return the formats by name, a second later."""
         self.now_s += 1.0
-        self.cards.look(self.source)
         return {card.name: card.format for card in self.cards.cards()}
 
 
@@ -56,11 +55,13 @@ def shelf(tmp_path, monkeypatch) -> Shelf:
     return Shelf(tmp_path, monkeypatch)
 
 
-def test_a_header_is_read_once_and_by_no_request(shelf):
-    """Until it was read the format is unknown; a file that changed is read again, no other."""
+def test_a_header_is_read_once(shelf):
+    """A file that changed is read again, no other; and nobody looks twice within a second."""
     names = [f"f{i:02}" for i in range(40)]
+    shelf.cards.cards()
     shelf.put(*names)
-    assert [(card.name, card.format) for card in shelf.cards.cards()] == [(name, "unknown") for name in names]
+    shelf.now_s += 0.5
+    shelf.cards.cards()
     assert shelf.read == []
     for _ in range(12):
         assert shelf.look() == dict.fromkeys(names, "peft")
@@ -107,32 +108,36 @@ def test_requests_share_the_cards(shelf):
     for _ in range(12):
         shelf.look()
         assert shelf.cards.cards() == cards
-    shelf.cards.look(shelf.source)
+    shelf.now_s += 1.0
     assert shelf.cards.cards() is shelf.cards.cards()
     families = iter(["sd1", "sdxl"])
     other = LoraCards(shelf.source, lambda: next(families))
     assert [other.cards()[0].family, other.cards()[0].family] == ["sd1", "sdxl"]
 
 
-def test_the_thread_follows_the_folder_until_it_is_closed(tmp_path):
-    """It reads what is there at once, and ends; a source without a folder has none."""
-    tiny_lora_file(tmp_path, "a", seed=1)
-    cards, looked = LoraCards(FolderSource(tmp_path), lambda: "sd1"), queue.SimpleQueue()
-    real = cards.look
+def test_who_asks_while_another_one_reads_waits_for_no_file(shelf, monkeypatch):
+    """He gets what was known before."""
+    shelf.put("a")
+    reads, may_read, real = threading.Event(), threading.Event(), lora_cards.inspect
 
-    def look(folder: FolderSource) -> None:
-        real(folder)
-        cards.close()
-        looked.put((threading.current_thread(), [card.format for card in cards.cards()]))
+    def slow(path: Path, *, max_bytes: int):
+        reads.set()
+        assert may_read.wait(60)
+        return real(path, max_bytes=max_bytes)
 
-    cards.look = look
-    cards.watch()
-    thread, formats = looked.get(timeout=60)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert formats == ["peft"]
-    assert thread is not threading.current_thread()
-    stored = LoraCards(NoLoras(), lambda: "sd1")
-    stored.look = look
-    stored.watch()
-    assert looked.empty()
+    monkeypatch.setattr(lora_cards, "inspect", slow)
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(shelf.cards.cards)
+        assert reads.wait(60)
+        assert [card.format for card in shelf.cards.cards()] == ["unknown"]
+        may_read.set()
+        assert [card.format for card in first.result(60)] == ["peft"]
+
+
+def test_who_needs_no_formats_opens_no_file(shelf):
+    """Neither does a source without a folder."""
+    shelf.put("a")
+    cards = LoraCards(shelf.source, lambda: "sd1", formats=False, clock=lambda: shelf.now_s)
+    assert [(card.name, card.format) for card in cards.cards()] == [("a", "unknown")]
+    assert LoraCards(NoLoras(), lambda: "sd1").cards() == ()
+    assert shelf.read == []

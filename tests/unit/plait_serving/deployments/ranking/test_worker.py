@@ -30,7 +30,8 @@ async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.Monk
     opened = SimpleNamespace(
         card=lambda mode: FAKE_CARD, dense={"1": None}, version="1", dense_version="1", package=package
     )
-    worker = RankWorker(name="m", source=SimpleNamespace(open=lambda _: opened), role="hn")  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "open_live", lambda *_, **__: opened)
+    worker = RankWorker(name="m", folder=tmp_path, role="hn")
 
     def check_for(seconds: int) -> None:
         for _ in range(0, seconds, 5):
