@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back,
 from plait_serving.diffusion.controlnet.rows import Constants, batch_key, check_image
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.encoders import WeightedPart
-from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
+from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, convert_behind, opened
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.rows import in_groups
 from plait_serving.diffusion.families.unet.computations import ADDED, ControlNetTrunk, controlnet_computation
@@ -219,38 +218,29 @@ def load_controlnet(
     check_controlnet(folder, base=base, vae_factor=vae_factor)
     part, target = WeightedPart(ControlNetModel, find_weights(folder), dtype), torch.device(device)
 
-    def compute(model: ControlNetModel) -> Computation:
-        return ControlNetModelRunner(model, dtype=dtype).computation()
+    def adopt(runner: ControlNetModelRunner, programs: Sequence[PreparedProgram]) -> None:
+        runner.adopt(*programs)
+        adopted()
 
-    program = preparer.open(part, "controlnet", compute) if preparer is not None else None
-    if program is None:
+    computes = {"controlnet": lambda model: ControlNetModelRunner(model, dtype=dtype).computation()}
+    programs = opened(preparer, part, computes)
+    if not programs:
         check_memory(str(folder), part.nbytes, target)
-    model: Any = part.load(target) if program is None else part.mapped()
+    model: Any = part.mapped() if programs else part.load(target)
     weights = ResidentWeights(
         model,
         name=f"ControlNet {folder.name}",
         part=part,
-        resident=program is None,
+        resident=not programs,
         always=("controlnet_cond_embedding",),
     )
     runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
     if graphs:
         runner.adopt(runner.graphed(graph_memory(runner.device)), live=True)
-    elif program is not None:
-        runner.adopt(program)
-        adopted()
+    elif programs:
+        adopt(runner, programs)
     elif preparer is not None:
-        runner_of = weakref.ref(runner)
-
-        def make() -> None:
-            if runner_of() is None:
-                return  # it has left with its model
-            program = preparer.make(part, "controlnet", compute)
-            if (here := runner_of()) is not None:
-                here.adopt(program)
-                adopted()
-
-        behind(f"ControlNet {folder.name}", make)
+        convert_behind(preparer, part, computes, runner, adopt)
     return runner
 
 

@@ -89,16 +89,13 @@ class UNetDenoiser:
         self._vae: PreparedProgram | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
-        """Run steps through prepared programs from the next one on."""
+        """Run steps through programs from the next one on; unless they read the UNet's own weights (`live`), give the
+        memory of those back. Between two steps."""
+        if not halves.live and self._weights.resident:
+            self.merger.forget()
+            self._weights.release()
         self._halves = halves
         self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
-
-    def take_over(self, halves: CompiledHalves) -> None:
-        """Run steps through programs from the next one on, and give back the memory of the UNet's weights. Between two
-        steps."""
-        self.merger.forget()
-        self.adopt(halves)
-        self._weights.release()
 
     def adopt_vae(self, vae: PreparedProgram) -> None:
         """Decode through a prepared program from now on."""

@@ -177,7 +177,7 @@ def test_alpha_from_metadata(tmp_path, config, alpha):
     [
         ({"lora_adapter_metadata": "{nonsense"}, "no JSON"),
         ({"lora_adapter_metadata": "[1]"}, "no table"),
-        ({"lora_adapter_metadata": '{"unet.r": %s}' % ("9" * 4_300)}, r"the integer 9{19}\.\.\. has 4300 digits"),
+        ({"lora_adapter_metadata": f'{{"unet.r": {"9" * 4_300}}}'}, r"the integer 9{19}\.\.\. has 4300 digits"),
         (peft_metadata(lora_bias=True, lora_alpha=1), "lora_bias"),
         (peft_metadata(lora_alpha="eight"), "the alpha 'eight'"),
         (peft_metadata(lora_alpha=1, alpha_pattern={"(a+)+$": 1}), "pattern"),
