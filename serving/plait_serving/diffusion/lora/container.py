@@ -90,14 +90,14 @@ def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
     return header, data
 
 
-def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
-    """Return a view of `data`. Raises `LoraError` for a dtype that is not a float (or an alpha's integer)."""
+def tensor(header: Header, data: bytearray, key: str, dtypes: Mapping[str, str] = DTYPES) -> torch.Tensor:
+    """Return a view of `data`. Raises `LoraError` for another dtype."""
     import torch
 
     info = header.tensors[key]
-    if info.dtype not in ALPHA_DTYPES:
+    if info.dtype not in dtypes:
         raise LoraError(f"{key} is {info.dtype}; LoRA weights must be F16, BF16, F32 or F64")
-    dtype = getattr(torch, ALPHA_DTYPES[info.dtype])
+    dtype = getattr(torch, dtypes[info.dtype])
     if info.begin == info.end:
         return torch.empty(info.shape, dtype=dtype)
     aligned = info.begin % dtype.itemsize == 0

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
+
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
 from plait_serving.diffusion.lora.key_formats import format_of, is_text
@@ -55,7 +57,7 @@ class LoadedLora:
 
 
 class LoraPlan(NamedTuple):
-    """The modules of a header with their keys, all matched, shapes checked. No tensor was read.
+    """The modules of a header with their keys, all matched. No tensor was read.
 
     `beyond` are keys of layers that only ComfyUI's text encoders have, `embeddings` the placeholders of those that are
     not used.
@@ -75,12 +77,12 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
         agreed = plan(looked_at, targets, config)
         header, data = container.read(path, max_bytes=max_bytes)
         if header != looked_at:
-            agreed = plan(header, targets, config)  # of the very bytes that were read
+            raise LoraError("the file changed while it was read")
         _check_adds_nothing(agreed, header, data, targets)
         factors: dict[ModuleRef, Factor] = {}
         for ref, roles in agreed.parts.items():
-            tensors = {role: container.tensor(header, data, key) for role, key in roles.items()}
-            whole = reading.factor(ref, tensors, agreed.rules)
+            tensors = {role: _tensor(header, data, key, role) for role, key in roles.items()}
+            whole = reading.factor(ref, roles, tensors, targets.parameters[ref], agreed.rules)
             rows = targets.joined.get(ref)
             factors |= {ref: whole} if rows is None else {part: section(whole, mine) for part, mine in rows.items()}
     except LoraError as error:
@@ -115,9 +117,12 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
         titles = sorted((form.title for form in formats), key=str.casefold)
         raise LoraError(f"the file mixes {' and '.join(titles)} keys")
     rules = config or AlphaRules.of(header.metadata)
-    for ref, roles in parts.items():
-        reading.check(ref, roles, header, targets.parameters[ref], rules)
     return LoraPlan(parts, rules, beyond=tuple(unknown), embeddings=tuple(dict.fromkeys(bundled)))
+
+
+def _tensor(header: container.Header, data: bytearray, key: str, role: TensorRole) -> torch.Tensor:
+    is_alpha = role is TensorRole.ALPHA
+    return container.tensor(header, data, key, container.ALPHA_DTYPES if is_alpha else container.DTYPES)
 
 
 def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: LoraTargets) -> None:

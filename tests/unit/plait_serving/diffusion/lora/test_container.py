@@ -50,7 +50,7 @@ def test_reads_what_safetensors_writes(tmp_path):
     assert header.tensors.keys() == expected.keys()
     assert header.metadata == {"format": "pt", "x": "y"}
     for key, value in expected.items():
-        got = container.tensor(header, data, key)
+        got = container.tensor(header, data, key, container.ALPHA_DTYPES)
         assert got.dtype == value.dtype
         assert torch.equal(got, value)
 
