@@ -7,10 +7,10 @@ A family is a folder of this package: all that differs between architectures, an
 - a `Denoiser` (`protocols.py`), which `bring` returns: conditioning, latents, schedule, a step with its guidance,
   decoding, and the mergers of LoRA sets.
 
-What is in this folder beside them is shared by families: text encoders (`encoders`), rows of a batch (`rows`),
-schedulers (`samplers`), LoRA sets as inputs (`factors`), executors' programs (`preparation`) and the weights beside
-them (`resident_weights`), and all that transformers with flow schedules have in common (`flow`). A family is imported
-when the first model of it is opened.
+What is in this folder beside them is shared by families: a model's parts (`bundle`), text encoders (`encoders`), rows
+of a batch (`rows`), schedulers (`samplers`), LoRA sets as inputs (`factors`), executors' programs (`preparation`) and
+the weights beside them (`resident_weights`), and all that transformers with flow schedules have in common (`flow`). A
+family is imported when the first model of it is opened.
 """
 
 from __future__ import annotations

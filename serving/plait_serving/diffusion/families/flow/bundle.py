@@ -7,87 +7,34 @@ weights) is a `ModelError` that names the file and the reason.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
-from transformers import CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+from transformers import T5EncoderModel
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.encoders import Parts, WeightedPart, tokenizer_of
+from plait_serving.diffusion.families.bundle import Bundle
 from plait_serving.diffusion.families.flow.schedules import Schedules
-from plait_serving.diffusion.loading import outline_module
 from plait_serving.diffusion.sources.file_kinds import read_json
-from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
-OWN = ("transformer", "vae")
-"""What no other model has."""
 _PATCH = 2
 """A token is two by two latents."""
-_T5 = "t5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FlowBundle:
-    """Modules in eval mode, without gradients, on one device, by part: "transformer" and "vae"; LoRA merges write into
-    the parameters. In an outline they have no weights, and there are the text encoders, too; `parts`: what those and
-    all others are loaded from. `tokenizers` by text encoder."""
+class FlowBundle(Bundle):
+    """The parts of one model, and what its scheduler makes of requests."""
 
-    folder: Path
-    modules: Mapping[str, Any]
-    tokenizers: Mapping[str, Any]
+    denoiser: ClassVar[str] = "transformer"
+
     schedules: Schedules
-    dtype: torch.dtype
-    device: torch.device
-    parts: Parts = field(default_factory=dict)
-
-    @property
-    def config(self) -> Any:
-        """The transformer's configuration."""
-        return self.modules["transformer"].config
-
-    @property
-    def vae(self) -> Any:
-        """The VAE; its `config` has the factor and the shift of latents."""
-        return self.modules["vae"]
-
-    @property
-    def clips(self) -> Parts:
-        """The text encoders that LoRAs may change."""
-        return {name: part for name, part in self.parts.items() if _text_kind(part.config) not in ("", _T5)}
-
-    @property
-    def readers(self) -> Parts:
-        """The others."""
-        return {name: part for name, part in self.parts.items() if _text_kind(part.config) == _T5}
-
-    @property
-    def lora_components(self) -> dict[str, nn.Module]:
-        """All that LoRAs may change, of an outline."""
-        return {part: self.modules[part] for part in ("transformer", *self.clips)}
-
-    @property
-    def pixels_per_latent(self) -> int:
-        """Along an edge."""
-        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
     @property
     def pixels_per_token(self) -> int:
         """Along an edge: widths and heights must be multiples of this."""
-        return _PATCH * self.pixels_per_latent
-
-    @property
-    def decoding_bytes_per_pixel(self) -> int:
-        """The memory that decoding an image takes: the decoder's last level has full size and twice the channels of the
-        configuration's first, about four times over."""
-        return 4 * 2 * int(self.vae.config.block_out_channels[0]) * self.dtype.itemsize
-
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return `(c, h, w)` of one image's latents."""
-        factor = self.pixels_per_latent
-        return int(self.vae.config.latent_channels), height // factor, width // factor
+        return _PATCH * self.vae_factor
 
     def tokens(self, width: int, height: int) -> int:
         """Return how many tokens an image of so many pixels is."""
@@ -126,54 +73,26 @@ def outline_bundle(
             raise ModelError(f"{folder / part}: missing")
     path = folder / "scheduler" / "scheduler_config.json"
     schedules = Schedules.of(read_json(path), path, even=even)
-    files = {part: (_weights(folder / part), _dtype(kind, dtype)) for part, kind in found.items()}
-    modules = {part: outline_module(kind, *files[part]) for part, kind in found.items()}
-    return FlowBundle(
-        folder=folder,
-        modules=modules,
-        tokenizers={
-            part: tokenizer_of(folder, part, T5TokenizerFast if kind == _T5 else CLIPTokenizer)
-            for part, kind in ((part, _text_kind(module.config)) for part, module in modules.items())
-            if kind
-        },
-        schedules=schedules,
-        dtype=dtype,
-        device=device,
-        parts={part: WeightedPart(kind, *files[part], modules[part].config) for part, kind in found.items()},
-    )
+    for part in found:
+        _refuse_quantized(folder / part / "config.json")
+    # T5 in float16 clips, and makes other images.
+    clipping = {part for part, kind in found.items() if kind is T5EncoderModel and dtype is torch.float16}
+    bundle = FlowBundle.outline(folder, found, frozenset(clipping), dtype=dtype, device=device, schedules=schedules)
+    for each in bundle.parts.values():
+        for name, (file, info) in each.files.tensors.items():
+            if info.dtype.startswith("F8"):
+                raise ModelError(
+                    f"{file}: {name} is {info.dtype}: an fp8 checkpoint is not supported; F16, BF16 and F32 are"
+                )
+    return bundle
 
 
-def loaded(outline: FlowBundle) -> FlowBundle:
-    """Return the parts with their weights, but the text encoders. Raises `ModelError`."""
-    own = {name: outline.parts[name] for name in OWN}
-    return replace(outline, modules={name: part.load(outline.device) for name, part in own.items()})
-
-
-def _text_kind(config: Any) -> str:
-    """Return the kind of a text encoder; nothing for what reads no text."""
-    return str(getattr(config, "model_type", ""))
-
-
-def _dtype(kind: Any, dtype: torch.dtype) -> torch.dtype:
-    """Return what a part computes in: T5 in float16 clips, and makes other images."""
-    return torch.float32 if kind is T5EncoderModel and dtype is torch.float16 else dtype
-
-
-def _weights(folder: Path) -> WeightFiles:
-    """Return a part's weights. Raises `ModelError` for those of a quantized model, by the method's name."""
-    method = read_json(folder / "config.json").get("quantization_config")
+def _refuse_quantized(path: Path) -> None:
+    """Raise `ModelError` for the weights of a quantized model, by the method's name."""
+    method = read_json(path).get("quantization_config")
     if method:
         name = method.get("quant_method", "") if isinstance(method, dict) else method
-        raise ModelError(
-            f"{folder / 'config.json'}: weights quantized by {name} are not supported; F16, BF16 and F32 are"
-        )
-    files = find_weights(folder)
-    for name, (path, info) in files.tensors.items():
-        if info.dtype.startswith("F8"):
-            raise ModelError(
-                f"{path}: {name} is {info.dtype}: an fp8 checkpoint is not supported; F16, BF16 and F32 are"
-            )
-    return files
+        raise ModelError(f"{path}: weights quantized by {name} are not supported; F16, BF16 and F32 are")
 
 
 def check_widths(bundle: FlowBundle, *, channels: int, pooled: int, text: int | None) -> None:

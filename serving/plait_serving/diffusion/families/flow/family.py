@@ -11,11 +11,10 @@ import torch
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.families.flow.bundle import OWN, loaded, outline_bundle
+from plait_serving.diffusion.families.flow.bundle import outline_bundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.knobs import Exact, ExecutorName
-from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
@@ -47,19 +46,15 @@ class FlowFamily(Family):
         self.outline = outline_bundle(
             folder, self.kinds, may_lack=self.may_lack, even=self.even, dtype=self.dtype, device=self.device
         )
-        self.parts = self.outline.parts
         self.tokens = TextTokens(self.outline.tokenizers)
         latents = self.outline.config.get("sample_size", _NATIVE_LATENTS)
-        self.width = self.height = int(latents) * self.outline.pixels_per_latent
+        self.width = self.height = int(latents) * self.outline.vae_factor
         self.size_multiple = self.min_whole_edge = self.outline.pixels_per_token
-        self.weights_bytes = sum(self.parts[name].nbytes for name in OWN)
-        self.reads_with(self.outline.clips, self.outline.readers)
-        self.decoding_bytes_per_pixel = self.outline.decoding_bytes_per_pixel
-        self.lora_targets = LoraTargets.of(self.outline.lora_components)
+        self.is_made_of(self.outline)
 
     def bring(self, encoders: Sequence[TextEncoders]) -> FlowDenoiser:
         """Bring the transformer and the VAE into memory. Raises `ModelError`."""
-        return self.denoiser(loaded(self.outline), self.tokens, encoders, is_exact=self._is_exact)
+        return self.denoiser(self.outline.loaded(), self.tokens, encoders, is_exact=self._is_exact)
 
     def _is_exact(self) -> bool:
         return self._is_torch or self.host.knobs().exact is Exact.ALWAYS

@@ -16,7 +16,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.preparation import Computes, convert_behind, opened, uses_graphs
-from plait_serving.diffusion.families.unet.bundle import components_of, loaded, outline_bundle
+from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves, graphed_halves, row_wise_halves
 from plait_serving.diffusion.families.unet.computations import decoder_computation, encoder_computation, vae_computation
 from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet
@@ -25,7 +25,6 @@ from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
 from plait_serving.diffusion.families.unet.samplers import samplers_of
-from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
@@ -51,20 +50,16 @@ class UNetFamily(Family):
         self._outline = outline_bundle(
             folder, dtype=self.dtype, device=str(self.device), safety_checker=settings.safety_checker
         )
-        self.parts = self._outline.parts
-        self._tokens = PromptTokens(self._outline.tokenizers, max_words=settings.limits.max_prompt_tokens)
+        self._tokens = PromptTokens(tuple(self._outline.tokenizers.values()), max_words=settings.limits.max_prompt_tokens)
         self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
         self._conversions: list[Callable[[], None]] = []
         self.kind = str(self._outline.kind)
         self.width, self.height = self._outline.width, self._outline.height
         self.size_multiple, self.min_whole_edge = self._outline.size_multiple, self._outline.min_whole_edge
-        self.weights_bytes = self._outline.weights_bytes
-        self.decoding_bytes_per_pixel = self._outline.decoding_bytes_per_pixel
+        self.is_made_of(self._outline)
         self.working_bytes = self.decoding_bytes_per_pixel * self.width * self.height
-        self.reads_with(self._outline.texts, {})
         takes = _XL_TAKES if self._outline.kind is UNetKind.SDXL else _TAKES
         self.terms = RequestTerms(samplers=samplers_of(self._outline.scheduler_config), takes=takes)
-        self.lora_targets = LoraTargets.of(components_of(self._outline))
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError`."""
@@ -76,7 +71,8 @@ class UNetFamily(Family):
         what the model computes. Raises `ModelError`."""
         programs = {name: opened(self.preparer, self.parts[name], computes) for name, computes in _PROGRAMS.items()}
         mapped = frozenset(name for name, found in programs.items() if found)
-        bundle = loaded(self._outline, *encoders, mapped=mapped)
+        (texts,) = encoders
+        bundle = replace(self._outline.loaded(mapped=mapped), encoders=texts, mapped=mapped)
         executor = self.settings.executor
         denoiser = UNetDenoiser(bundle, exact=lambda: self.host.knobs().exact, tokens=self._tokens)
         for name, found in programs.items():

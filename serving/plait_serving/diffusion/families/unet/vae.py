@@ -11,13 +11,13 @@ from PIL import Image
 
 from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.decoding import to_rgb
-from plait_serving.diffusion.families.unet.bundle import Bundle
+from plait_serving.diffusion.families.unet.bundle import UNetBundle
 from plait_serving.diffusion.protocols import EncodedImage, SafetyChecker
 
 _log = logging.getLogger(__name__)
 
 
-def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgram | None = None) -> torch.Tensor:
+def decode_latents(bundle: UNetBundle, latents: torch.Tensor, program: PreparedProgram | None = None) -> torch.Tensor:
     """Decode `(n, c, h, w)` to `float32 (n, 3, H, W)` in [0, 1]. Changes nothing in the bundle.
 
     `program` is the VAE's decoder prepared by an executor; None: torch runs the VAE.
@@ -32,7 +32,7 @@ def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgr
     return (torch.cat(images).float() / 2 + 0.5).clamp(0, 1)
 
 
-def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
+def unscale(bundle: UNetBundle, latents: torch.Tensor) -> torch.Tensor:
     """Scale latents to the VAE's input: SDXL's may have a mean and a deviation per channel."""
     config: Any = bundle.vae.config
     factor = float(config.scaling_factor)
@@ -43,7 +43,7 @@ def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
     return latents * spread / factor + centre
 
 
-def encode_image(bundle: Bundle, pixels: torch.Tensor) -> EncodedImage:
+def encode_image(bundle: UNetBundle, pixels: torch.Tensor) -> EncodedImage:
     """Encode `float32 (1, 3, H, W)` in [-1, 1] with torch. Changes nothing in the bundle.
 
     The UNet's latents undo what `unscale` does. diffusers' XL Inpaint pipelines leave out a mean and a deviation
@@ -74,7 +74,7 @@ def _checked(checker: Any, feature_extractor: Any, images: torch.Tensor) -> tupl
     return cast("torch.Tensor", checked), tuple(bool(flag) for flag in flags)
 
 
-def safety_of(bundle: Bundle) -> SafetyChecker | None:
+def safety_of(bundle: UNetBundle) -> SafetyChecker | None:
     """Return the bundle's checker, or None with a line in the log: the folder has none or it was switched off."""
     if bundle.safety_checker is None:
         _log.info("%s: no safety checker", bundle.folder)
