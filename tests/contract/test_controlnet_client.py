@@ -20,7 +20,6 @@ from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_kernels.heartbeat import Stuck
-from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
@@ -127,7 +126,7 @@ def client(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[ControlNetC
     """The client under test, by the name of the place; shutting it down again does nothing."""
     runner = fleet.runner()
     runner.adopt(kit.LooseProgram(runner))
-    made: ControlNetClient = LocalControlNetClient("edges", runner)
+    made: ControlNetClient = runner
     if request.param == "placed":
         local = made
         made = MovableControlNetClient("edges", local=lambda: local, remote=None, wanted=lambda: Placement.AUTO)

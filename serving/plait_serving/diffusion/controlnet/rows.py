@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from plait_serving.diffusion.errors import EngineError, RequestError
-from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.protocols import Conditioning, ControlCall
 from plait_serving.diffusion.values import RgbImage
 
 
@@ -27,18 +26,6 @@ class Constants:
     def rows(self) -> int:
         """R: the number of images times branches."""
         return int(self.conditioning.text.shape[0]) * self.conditioning.n
-
-
-class ControlNetRunner(Protocol):
-    """What a family makes of a ControlNet's folder. One thread owns it. It is asked in `Constants` as sessions."""
-
-    dtype: torch.dtype
-
-    def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
-        """Return what a request's steps share, on the ControlNet's device. Raises `RequestError`, `ModelError`."""
-
-    def try_residuals(self, calls: Sequence[ControlCall]) -> list[Residuals | EngineError]:
-        """Compute residuals for calls of any key without raising: a failure affects its own call only."""
 
 
 def batch_key(call: ControlCall) -> Hashable:

@@ -30,9 +30,9 @@ from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, is_con
 if TYPE_CHECKING:
     import torch
 
-    from plait_serving.diffusion.controlnet.rows import ControlNetRunner
     from plait_serving.diffusion.families.family import Family
     from plait_serving.diffusion.families.preparation import Preparer
+    from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
     from plait_serving.diffusion.lora.container import Header, TensorInfo
     from plait_serving.diffusion.settings import EngineSettings, Host
 
@@ -170,7 +170,7 @@ def kind_of_controlnet(folder: Path) -> str:
 
 def load_controlnet(
     folder: Path, *, dtype: torch.dtype, device: str, preparer: Preparer | None, graphs: bool
-) -> ControlNetRunner:
+) -> ControlNetModelRunner:
     """Load a ControlNet from a diffusers folder, of whatever family it is. `preparer`: its program runs once it was
     converted; `graphs`: it runs as CUDA graphs. Raises `ModelError`."""
     from plait_serving.diffusion.families.unet import controlnet

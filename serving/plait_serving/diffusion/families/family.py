@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,13 +14,10 @@ from plait_serving.diffusion.families.encoders import Parts, TextEncoders
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import check_memory, resolve_device, resolve_dtype, warn_of_emulation
-from plait_serving.diffusion.protocols import Denoiser
+from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
-
-if TYPE_CHECKING:
-    from plait_serving.diffusion.controlnet.rows import ControlNetRunner
 
 
 class Family(ABC):
@@ -122,6 +118,6 @@ class Family(ABC):
         """Return why a ControlNet is none for this model, as far as its folder says; None if it is."""
         return f"{self.kind} models take no ControlNets"
 
-    def controlnet(self, name: str, folder: Path) -> ControlNetRunner:
+    def controlnet(self, name: str, folder: Path) -> ControlNetClient:
         """Load a ControlNet to run in this process. Raises `ModelError`."""
         raise ModelError(f"ControlNet {name}: {self.why_unfit(folder)}")

@@ -1,4 +1,5 @@
-"""One diffusers ControlNet: the control image is embedded once per request, then residuals for batches of rows.
+"""One diffusers ControlNet in this process: the control image is embedded once per request, then residuals for batches
+of rows.
 
 Calls are in `Constants` as their sessions. Shapes: a call has R rows of `sample (R, c, h, w)`; B is the sum of R over
 a batch; E the width of the embedding.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,21 @@ from plait_serving.diffusion.families.unet.computations import ADDED, ControlNet
 from plait_serving.diffusion.families.unet.config import check_controlnet
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.memory import check_memory
-from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
+from plait_serving.diffusion.protocols import (
+    Answers,
+    Conditioning,
+    ControlCall,
+    ControlNetClient,
+    ControlSession,
+    Residuals,
+)
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.diffusion.weight_files import find_weights
 
 
-class ControlNetModelRunner:
-    """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
+class ControlNetModelRunner(ControlNetClient):
+    """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights. It computes when an answer is
+    awaited: on one device a ControlNet and the UNet's encoder half would only alternate.
 
     A batch with a call that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
     weights) whose `controlnet_cond_embedding` passes through the embedding that `embed` made earlier. That embedding
@@ -46,13 +56,19 @@ class ControlNetModelRunner:
     """
 
     def __init__(
-        self, model: ControlNetModel, *, dtype: torch.dtype | None = None, weights: ResidentWeights | None = None
+        self,
+        model: ControlNetModel,
+        *,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+        weights: ResidentWeights | None = None,
     ) -> None:
         """Take a loaded model in its final place.
 
         `dtype` is what it computes in; None: its parameters'. `weights` brings them into memory when torch is to run
         it; None: they are there.
         """
+        self.name = name
         # Asked once: each question walks all modules, and a step asks eight times.
         self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
@@ -103,7 +119,7 @@ class ControlNetModelRunner:
             pixels = torch.flip(pixels, dims=[1])
         return self.model.controlnet_cond_embedding(pixels)  # type: ignore[no-any-return]
 
-    def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
+    def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
         """Return what a request's steps share, on the model's device. Raises `RequestError`, `ModelError`."""
         self._check_text(conditioning)
         there = Conditioning(
@@ -112,6 +128,16 @@ class ControlNetModelRunner:
             n=conditioning.n,
         )
         return Constants(embedding=self.embed(image, width, height), conditioning=there)
+
+    def start(self, calls: Sequence[ControlCall]) -> Answers:
+        """Return what computes the calls."""
+        return partial(self.try_residuals, calls)
+
+    def close(self, session: ControlSession) -> None:
+        """Do nothing: the constants go with the last reference."""
+
+    def shutdown(self) -> None:
+        """Do nothing: so do the weights."""
 
     @torch.inference_mode()
     def residuals(self, calls: Sequence[ControlCall]) -> list[Residuals]:
@@ -234,7 +260,7 @@ def load_controlnet(
         resident=not programs,
         always=("controlnet_cond_embedding",),
     )
-    runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
+    runner = ControlNetModelRunner(model, name=folder.name, dtype=dtype, weights=weights)
     if graphs:
         runner.adopt(runner.graphed(graph_memory(runner.device)), live=True)
     elif programs:
