@@ -40,19 +40,6 @@ class FlowBundle(Bundle):
         """Return how many tokens an image of so many pixels is."""
         return (width // self.pixels_per_token) * (height // self.pixels_per_token)
 
-    def encode(self, pixels: torch.Tensor) -> Any:
-        """Return the VAE's distribution of one image, `float32 (1, 3, H, W)` in [-1, 1]."""
-        return self.vae.encode(pixels.to(device=self.device, dtype=self.dtype)).latent_dist
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode `(n, c, h, w)` to `float32 (n, 3, H, W)` in [0, 1], one image at a time.
-
-        diffusers' inpainting pipeline for SD3 leaves the shift out here, by mistake; this does not.
-        """
-        scaled = latents / self.vae.config.scaling_factor + self.vae.config.shift_factor
-        images = [self.vae.decode(scaled[i : i + 1], return_dict=False)[0] for i in range(len(scaled))]
-        return (torch.cat(images).float() / 2 + 0.5).clamp(0, 1)
-
 
 def outline_bundle(
     folder: Path,

@@ -12,18 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from plait_serving.diffusion.decoding import to_rgb
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.bundle import Bundle
 from plait_serving.diffusion.families.encoders import TextEncoders, WeightedPart
 from plait_serving.diffusion.families.unet.config import UNetKind, check_unet_config, check_vae_config, kind_of_config
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.loading import translate
+from plait_serving.diffusion.protocols import SafetyChecker
 from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import find_weights
 
@@ -50,11 +53,6 @@ class UNetBundle(Bundle):
     def unet(self) -> Any:
         """What steps run."""
         return self.modules["unet"]
-
-    @property
-    def vae_dtype(self) -> torch.dtype:
-        """What the VAE computes in: float32 where float16 would overflow."""
-        return self.parts["vae"].dtype
 
     @property
     def safety_checker(self) -> Any | None:
@@ -96,6 +94,7 @@ def outline_bundle(
     """
     index, unet_config, vae_config = _configs(folder)
     kind = kind_of_config(unet_config)
+    # In float16 SDXL's VAE overflows.
     overflows = kind is UNetKind.SDXL and dtype is torch.float16 and vae_config.get("force_upcast", True)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     size = unet_config.get("sample_size") or 64
@@ -191,3 +190,21 @@ def _checker_kind() -> Any:
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 
     return StableDiffusionSafetyChecker
+
+
+def _checked(checker: Any, feature_extractor: Any, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
+    pil_images = [Image.fromarray(image) for image in to_rgb(images)]
+    pixels = feature_extractor(pil_images, return_tensors="pt").pixel_values
+    parameter = next(checker.parameters())
+    checked, flags = checker(
+        images=images.clone(), clip_input=pixels.to(device=parameter.device, dtype=parameter.dtype)
+    )
+    return cast("torch.Tensor", checked), tuple(bool(flag) for flag in flags)
+
+
+def safety_of(bundle: UNetBundle) -> SafetyChecker | None:
+    """Return the bundle's checker, or None with a line in the log: the folder has none or it was switched off."""
+    if bundle.safety_checker is None:
+        _log.info("%s: no safety checker", bundle.folder)
+        return None
+    return partial(_checked, bundle.safety_checker, bundle.feature_extractor)

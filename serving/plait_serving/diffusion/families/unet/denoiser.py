@@ -22,7 +22,7 @@ from plait_serving.diffusion.families.rows import (
     in_groups,
     with_extra,
 )
-from plait_serving.diffusion.families.unet.bundle import UNetBundle
+from plait_serving.diffusion.families.unet.bundle import UNetBundle, safety_of
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.controls import control_answers
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
@@ -36,7 +36,6 @@ from plait_serving.diffusion.families.unet.halves import (
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
 from plait_serving.diffusion.families.unet.samplers import Sampler, sampler_of
-from plait_serving.diffusion.families.unet.vae import decode_latents, encode_image, safety_of
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
@@ -124,7 +123,7 @@ class UNetDenoiser:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
         self._vae_weights.take()
         with torch.inference_mode():
-            return encode_image(self.bundle, pixels)
+            return self.bundle.encode(pixels)
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
@@ -132,7 +131,7 @@ class UNetDenoiser:
         if program is None:
             self._vae_weights.take()
         with torch.inference_mode(), nullcontext() if program is None else one_thread():
-            return decode_latents(self.bundle, latents, program)
+            return self.bundle.decode(latents, program)
 
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
