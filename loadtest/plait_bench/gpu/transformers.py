@@ -25,7 +25,7 @@ from plait_serving.diffusion.published.architectures import ARCHITECTURES, Famil
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.loras import write_lora
-from plait_serving.random_models.names import DtypeName, LoraSpelling
+from plait_serving.random_models import DtypeName, LoraSpelling
 
 _SETS, _RANK = 4, 16
 

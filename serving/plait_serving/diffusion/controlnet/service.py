@@ -25,8 +25,7 @@ from plait_kernels.device_errors import is_device_lost
 from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads
-from plait_serving.diffusion.controlnet.rows import batch_key
-from plait_serving.diffusion.controlnet.sessions import SessionTable
+from plait_serving.diffusion.controlnet.sessions import SessionTable, batch_key
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,
     Answer,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from plait_kernels.device_errors import is_device_lost, is_out_of_memory
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back, graph_memory
-from plait_serving.diffusion.controlnet.rows import Constants, batch_key, check_image
+from plait_serving.diffusion.controlnet.sessions import Constants, batch_key, check_image
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.encoders import WeightedPart
 from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, convert_behind, opened
@@ -229,19 +229,16 @@ def load_controlnet(
     *,
     dtype: torch.dtype,
     device: str = "cpu",
-    base: Mapping[str, Any] | None = None,
-    vae_factor: int | None = None,
     preparer: Preparer | None = None,
     adopted: Callable[[], None] = lambda: None,
     graphs: bool = False,
 ) -> ControlNetModelRunner:
     """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`.
 
-    It is checked against `base` (a UNet's configuration) and `vae_factor` if given. With `preparer`, its program runs
-    at once if it was converted before, else as soon as it is, from another thread; `adopted` is called then.
-    `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
+    With `preparer`, its program runs at once if it was converted before, else as soon as it is, from another thread;
+    `adopted` is called then. `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
     """
-    check_controlnet(folder, base=base, vae_factor=vae_factor)
+    check_controlnet(folder)
     part, target = WeightedPart(ControlNetModel, find_weights(folder), dtype), torch.device(device)
 
     def adopt(runner: ControlNetModelRunner, programs: Sequence[PreparedProgram]) -> None:

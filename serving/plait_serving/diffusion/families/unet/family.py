@@ -105,17 +105,19 @@ class UNetFamily(Family):
     def why_unfit(self, folder: Path) -> str | None:
         """Return why a ControlNet is none for this model, as far as its folder says; None if it is."""
         try:
-            check_controlnet(folder, base=self._outline.config, vae_factor=self._outline.vae_factor)
+            self._check_fits(folder)
         except ModelError as error:
             return error.message
         return None
 
+    def _check_fits(self, folder: Path) -> None:
+        check_controlnet(folder, base=self._outline.config, vae_factor=self._outline.vae_factor)
+
     def controlnet(self, name: str, folder: Path) -> ControlNetModelRunner:
         """Load a ControlNet to run in this process. Raises `ModelError`."""
+        self._check_fits(folder)
         return load_controlnet(
             folder,
-            base=self._outline.config,
-            vae_factor=self._outline.vae_factor,
             dtype=self.dtype,
             device=str(self.device),
             preparer=self.preparer,

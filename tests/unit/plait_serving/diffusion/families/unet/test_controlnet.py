@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import ControlNetModel
 
-from plait_serving.diffusion.controlnet.rows import batch_key
+from plait_serving.diffusion.controlnet.sessions import batch_key
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.rows import in_groups
 from plait_serving.diffusion.families.unet import controlnet
