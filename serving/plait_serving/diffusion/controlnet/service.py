@@ -111,7 +111,8 @@ class ControlNetService:
         threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start at once. `runner`: the ControlNet in this process. `threads`: CPU threads of a forward pass; 0 leaves torch's setting unchanged."""
+        """Start at once. `runner`: the ControlNet in this process. `threads`: CPU threads of a forward pass; 0 leaves
+        torch's setting unchanged."""
         self._name = name
         self._runner = runner
         self._clock = clock

@@ -122,8 +122,8 @@ class Bundle:
     def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Return what the VAE, run by torch, makes of one image, `float32 (1, 3, H, W)` in [-1, 1].
 
-        Latents are scaled as in diffusers' pipelines; SDXL's may have a mean and a deviation per channel. The XL Inpaint
-        pipelines leave those out here; the Img2Img pipelines have them in both places, as this has.
+        Latents are scaled as in diffusers' pipelines; SDXL's may have a mean and a deviation per channel. The XL
+        Inpaint pipelines leave those out here; the Img2Img pipelines have them in both places, as this has.
         """
         config = self.vae.config
         found = self.vae.encode(pixels.to(device=self.device, dtype=self.dtype).to(self.parts["vae"].dtype)).latent_dist

@@ -81,7 +81,7 @@ def _architecture(header: Header, *, of_sd3: bool) -> Architecture:
 def _converted(
     header: Header, starts: Mapping[str, str | None], name: str, module: nn.Module, path: Path
 ) -> dict[str, torch.Tensor]:
-    """Return a part's weights under diffusers' names: those whose names begin as `starts` says, or the transformer's."""
+    """Return a part's weights under diffusers' names: those whose names begin as `starts` says, or the transformer."""
     start = starts.get(name)
     with safe_open(path, framework="pt") as file:
         if start is None:

@@ -50,7 +50,7 @@ class UNetFamily(Family):
         self._outline = outline_bundle(
             folder, dtype=self.dtype, device=str(self.device), safety_checker=settings.safety_checker
         )
-        self._tokens = PromptTokens(tuple(self._outline.tokenizers.values()), max_words=settings.limits.max_prompt_tokens)
+        self._tokens = PromptTokens(self._outline.tokenizers.values(), max_words=settings.limits.max_prompt_tokens)
         self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
         self._conversions: list[Callable[[], None]] = []
         self.kind = str(self._outline.kind)

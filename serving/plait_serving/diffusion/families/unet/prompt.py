@@ -32,7 +32,7 @@ class PromptEncoder:
         """Take the bundle. `tokens`: those of its tokenizers, if others use these as well."""
         self._bundle = bundle
         self._is_xl = bundle.kind is UNetKind.SDXL
-        self.tokens = PromptTokens(tuple(bundle.tokenizers.values())) if tokens is None else tokens
+        self.tokens = PromptTokens(bundle.tokenizers.values()) if tokens is None else tokens
 
     def size(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError` if the text encoders have too few layers
