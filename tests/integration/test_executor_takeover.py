@@ -183,7 +183,7 @@ def test_openvino_by_name_needs_a_dtype_that_it_computes_in(converted):
 
 
 def test_a_conversion_that_is_not_equal_is_not_used(fresh, caplog, monkeypatch):
-    """A warning for each part says that torch runs it and why; torch serves its bits, and nothing stays in the store."""
+    """A warning for each part says that torch runs it and why; torch serves its bits, nothing stays in the store."""
     monkeypatch.setattr(openvino_executor, "TOLERANCE", {"float32": 0.0})
     with caplog.at_level(logging.WARNING):
         with fresh.started(converts=True) as probe:

@@ -70,7 +70,7 @@ def factor(ref: ModuleRef, keys: Keys, tensors: Tensors, base: tuple[int, ...], 
     if made != {(base[0], math.prod(base[1:]))}:
         listed = ", ".join(f"{keys[role]} {_shape(tensors[role])}" for role in sorted(roles, key=str))
         raise LoraError(f"{ref}: {listed} do not make a weight of {base}")
-    return _decomposed(ref, keys, tensors, base, rules, found)
+    return _decomposed(ref, keys, tensors, base, found, is_dora=rules.decomposes(ref))
 
 
 # ---- LoRA -----------------------------------------------------------------------------------------------------------
@@ -180,14 +180,14 @@ def _matrix_bound(ref: ModuleRef, matrix: FileMatrix) -> float:
 
 
 def _decomposed(
-    ref: ModuleRef, keys: Keys, tensors: Tensors, base: tuple[int, ...], rules: AlphaRules, found: Factor
+    ref: ModuleRef, keys: Keys, tensors: Tensors, base: tuple[int, ...], found: Factor, *, is_dora: bool
 ) -> Factor:
-    """Return a factor with the magnitude of a DoRA, if there is one."""
+    """Return a factor with the magnitude of a DoRA, if there is one, as there must be if it `is_dora`."""
     roles = [role for role in (TensorRole.MAGNITUDE, TensorRole.DORA_SCALE) if role in keys]
     if len(roles) > 1:
         raise LoraError(f"{ref}: {keys[roles[0]]} and {keys[roles[1]]} both are its magnitude")
     if not roles:
-        if rules.decomposes(ref):
+        if is_dora:
             raise LoraError(f"its metadata says use_dora, but {ref} has no magnitude")
         return found
     magnitude, shape = tensors[roles[0]], _shape(tensors[roles[0]])

@@ -61,9 +61,7 @@ class FluxFamily(FlowFamily):
         look_alike = OTHER_INPUTS.get(outline.config.in_channels // channels)
         if look_alike is not None:
             raise ModelError(f"{folder / 'transformer' / 'config.json'}: this is {look_alike}: not supported")
-        self.check_widths(
-            channels=channels, pooled=modules[CLIP].config.hidden_size, text=modules[T5].config.d_model
-        )
+        self.check_widths(channels=channels, pooled=modules[CLIP].config.hidden_size, text=modules[T5].config.d_model)
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError`."""
