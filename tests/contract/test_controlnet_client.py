@@ -67,7 +67,7 @@ class Fleet(kit.ReplicaFleet):
         self._folder, self._places, self._stack = folder, places, stack
 
     def runner(self) -> ControlNetModelRunner:
-        return load_controlnet(self._folder, dtype=torch.float32)
+        return load_controlnet(self._folder, name="edges", dtype=torch.float32)
 
     def gated(self) -> GatedRunner:
         return GatedRunner(self.runner().model)

@@ -227,6 +227,7 @@ class ControlNetModelRunner(ControlNetClient):
 def load_controlnet(
     folder: Path,
     *,
+    name: str = "",
     dtype: torch.dtype,
     device: str = "cpu",
     preparer: Preparer | None = None,
@@ -257,7 +258,7 @@ def load_controlnet(
         resident=not programs,
         always=("controlnet_cond_embedding",),
     )
-    runner = ControlNetModelRunner(model, name=folder.name, dtype=dtype, weights=weights)
+    runner = ControlNetModelRunner(model, name=name, dtype=dtype, weights=weights)
     if graphs:
         runner.adopt(runner.graphed(graph_memory(runner.device)), live=True)
     elif programs:

@@ -118,6 +118,7 @@ class UNetFamily(Family):
         self._check_fits(folder)
         return load_controlnet(
             folder,
+            name=name,
             dtype=self.dtype,
             device=str(self.device),
             preparer=self.preparer,

@@ -46,7 +46,7 @@ def denoiser(tiny_sd_folder):
 @pytest.fixture(scope="module")
 def real(tiny_sd_controlnets):
     """A ControlNet that works."""
-    return load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32)
+    return load_controlnet(tiny_sd_controlnets[0], name="real", dtype=torch.float32)
 
 
 def controlled(denoiser, *clients):
