@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -72,22 +73,27 @@ class Header:
 
 def inspect(path: Path, *, max_bytes: int) -> Header:
     """Read and check only the header. Raises `LoraError`."""
-    with _open(path) as file:
-        return _read_header(file, max_bytes)
+    with opened(path, max_bytes=max_bytes) as (header, _):
+        return header
 
 
-def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
-    """Return the header and the data, from one open file. Raises `LoraError`, also if the file changed meanwhile."""
+@contextmanager
+def opened(path: Path, *, max_bytes: int) -> Iterator[tuple[Header, Callable[[], bytearray]]]:
+    """Open a file; give its header, checked, and what reads its data. Raises `LoraError`, also then if the file has
+    changed meanwhile."""
     with _open(path) as file:
-        before = os.fstat(file.fileno())
+        opened_as = _state(file)
         header = _read_header(file, max_bytes)
-        data = bytearray(header.file_bytes - header.data_start)
-        file.seek(header.data_start)
-        _fill(file, data)
-        after = os.fstat(file.fileno())
-    if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
-        raise LoraError("the file changed while it was read")
-    return header, data
+
+        def data() -> bytearray:
+            read = bytearray(header.file_bytes - header.data_start)
+            file.seek(header.data_start)
+            _fill(file, read)
+            if _state(file) != opened_as:
+                raise LoraError("the file changed while it was read")
+            return read
+
+        yield header, data
 
 
 def tensor(header: Header, data: bytearray, key: str, dtypes: Mapping[str, str] = DTYPES) -> torch.Tensor:
@@ -103,6 +109,11 @@ def tensor(header: Header, data: bytearray, key: str, dtypes: Mapping[str, str] 
     aligned = info.begin % dtype.itemsize == 0
     piece, offset = (data, info.begin) if aligned else (data[info.begin : info.end], 0)
     return torch.frombuffer(piece, dtype=dtype, count=math.prod(info.shape), offset=offset).view(info.shape)
+
+
+def _state(file: BufferedReader) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _open(path: Path) -> BufferedReader:

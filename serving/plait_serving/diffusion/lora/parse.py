@@ -59,12 +59,10 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
     """Read a whole file. Raises `LoraError` with a message that starts with the LoRA's name."""
     try:
         config = AlphaRules.beside(path, targets.denoiser) if path.name == ADAPTER_FILE else None
-        looked_at = container.inspect(path, max_bytes=max_bytes)
-        parts, beyond = _matched(looked_at, targets, has_config=config is not None)
-        rules = config or AlphaRules.of(looked_at.metadata)
-        header, data = container.read(path, max_bytes=max_bytes)
-        if header != looked_at:
-            raise LoraError("the file changed while it was read")
+        with container.opened(path, max_bytes=max_bytes) as (header, read):
+            parts, beyond = _matched(header, targets, has_config=config is not None)
+            rules = config or AlphaRules.of(header.metadata)
+            data = read()
         _check_adds_nothing(beyond, header, data, targets)
         factors: dict[ModuleRef, Factor] = {}
         for ref, roles in parts.items():

@@ -40,12 +40,18 @@ def raw_file(path: Path, table: object, data: bytes = b"") -> Path:
     return path
 
 
+def read(path: Path) -> tuple[container.Header, bytearray]:
+    """All of a file."""
+    with container.opened(path, max_bytes=CAP) as (header, data):
+        return header, data()
+
+
 def test_reads_what_safetensors_writes(tmp_path):
     """Every tensor comes back bit for bit, with the metadata."""
     from safetensors.torch import load_file
 
     path = good_file(tmp_path / "a.safetensors")
-    header, data = container.read(path, max_bytes=CAP)
+    header, data = read(path)
     expected = load_file(path)
     assert header.tensors.keys() == expected.keys()
     assert header.metadata == {"format": "pt", "x": "y"}
@@ -63,14 +69,14 @@ def test_unaligned_tensors_are_read(tmp_path):
         "floats": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
     }
     path = raw_file(tmp_path / "a.safetensors", table, b"\x07" + wanted.numpy().tobytes())
-    header, data = container.read(path, max_bytes=CAP)
+    header, data = read(path)
     assert torch.equal(container.tensor(header, data, "floats"), wanted)
 
 
 def test_nothing_refers_to_the_file_once_it_is_read(tmp_path):
     """A file that is overwritten and cut in place changes no tensor that was read before."""
     path = good_file(tmp_path / "a.safetensors")
-    header, data = container.read(path, max_bytes=CAP)
+    header, data = read(path)
     before = container.tensor(header, data, "half").clone()
     with path.open("r+b") as file:
         file.write(b"\xff" * 64)
@@ -172,4 +178,4 @@ def test_a_change_while_reading_is_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(container, "_described", overwrite_first)
     with pytest.raises(LoraError, match="changed while"):
-        container.read(path, max_bytes=CAP)
+        read(path)
