@@ -19,7 +19,6 @@ from plait_fabric import ChannelClosed, Listener, PeerLost, connect, listen, rec
 from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
 from plait_kernels.heartbeat import Stuck
-from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
@@ -67,7 +66,7 @@ class Fleet(Replicas):
         self._folder, self._places, self._stack = folder, places, stack
 
     def runner(self) -> ControlNetModelRunner:
-        return load_controlnet(self._folder, dtype=torch.float32)
+        return load_controlnet(self._folder, name="edges", dtype=torch.float32)
 
     def gated(self) -> GatedRunner:
         return GatedRunner(self.runner().model)
@@ -122,7 +121,7 @@ def client(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[ControlNetC
     """The client under test, by the name of the place; shutting it down again does nothing."""
     runner = fleet.runner()
     runner.adopt(kit.LooseProgram(runner))
-    made: ControlNetClient = LocalControlNetClient("edges", runner)
+    made: ControlNetClient = runner
     if request.param == "placed":
         local = made
         made = MovableControlNetClient("edges", local=lambda: local, remote=None, wanted=lambda: Placement.AUTO)

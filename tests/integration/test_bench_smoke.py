@@ -22,7 +22,7 @@ from plait_bench.records import document
 from plait_bench.runner import RunPlan
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName
 from plait_serving.random_models.write import write_model
 
 pytestmark = pytest.mark.slow  # a minute: every system makes the images of two workloads

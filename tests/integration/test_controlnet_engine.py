@@ -96,25 +96,25 @@ def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene)
 def test_the_services_log_names_the_request(scene: Scene, log_file: LogFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the lines of a step, those of all that share it, and of an image that cannot be embedded."""
     runner, told = scene.runner, logging.getLogger("plait_serving.test")
-    run, embed = runner.try_residuals, runner.constants
+    run, embed = runner.try_residuals, runner.open
 
     def try_residuals(blocks: Sequence[ControlCall]) -> object:
         told.info("a step")
         return run(blocks)
 
-    def constants(**given: Any) -> object:
+    def open_session(**given: Any) -> object:
         told.info("an image")
         return embed(**given)
 
     monkeypatch.setattr(runner, "try_residuals", try_residuals)
-    monkeypatch.setattr(runner, "constants", constants)
+    monkeypatch.setattr(runner, "open", open_session)
     ended = scene.make(_request("mine.1"), _request("mine.2"))
     assert all(isinstance(event, Finished) for event in ended.values())
     assert sorted(line[-9:] for line in log_file.lines("an image")) == [" [mine.1]", " [mine.2]"]
     steps = log_file.lines("a step")
     assert all("mine.1" in line or "mine.2" in line for line in steps)
     assert all(any(name in line for line in steps) for name in ("mine.1", "mine.2"))
-    monkeypatch.setattr(runner, "constants", partial(_refuse, "no image"))
+    monkeypatch.setattr(runner, "open", partial(_refuse, "no image"))
     assert isinstance(scene.make(_request("bad.1"))["bad.1"], Failed)
     (line,) = log_file.lines("could not be opened")
     assert line.endswith(" [bad.1]")

@@ -17,7 +17,6 @@ from fakes.gpu import MEMORY, NAME, FakeGpu, fake_gpu
 from fakes.graphs import FakeCapture
 from plait_kernels.executors import cuda_capture, graphs
 from plait_serving.deployments.images.counted import gpu_families
-from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.families import open_family
 from plait_serving.diffusion.families.encoders import SharedEncoders
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
@@ -54,8 +53,7 @@ class Run:
     def __init__(self, folder: Path, controlnets: Mapping[str, Path], executor: ExecutorName) -> None:
         settings = EngineSettings(model=folder, device=NAME, executor=executor)
         self.family = open_family(folder, settings, HOST)
-        nets = {name: self.family.controlnet(name, path) for name, path in controlnets.items()}
-        clients = {name: LocalControlNetClient(name, net) for name, net in nets.items()}
+        clients = {name: self.family.controlnet(name, path) for name, path in controlnets.items()}
         self.stepper = Stepper(denoiser=self.family.load(), controlnets=clients, clock=lambda: 0.0)
 
     def images(self, requests: Sequence[ImageRequest], loras: Mapping[str, Path]) -> list[np.ndarray]:

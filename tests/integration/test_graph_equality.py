@@ -89,7 +89,7 @@ def test_residuals_are_added_between_the_graphs(graphed, monkeypatch):
     (ours,) = graphed.probe.latents(asked)
     assert graphed.difference(asked, ours) <= EQUAL
     for client in graphed.probe.engine.pool.first.controlnets.values():
-        runner = client._clients[Placement.LOCAL].runner
+        runner = client._clients[Placement.LOCAL]
         capture = FakeCapture()
         memory = GraphMemory(capture, budget_bytes=1 << 30)
         monkeypatch.setitem(graphs._ON, torch.device("cpu"), memory)

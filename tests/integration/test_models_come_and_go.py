@@ -159,7 +159,7 @@ def parts_of(model, *, loaded: bool = True) -> list[tuple[str, weakref.ref]]:
     if loaded:
         denoiser = model.stepper.denoiser
         bundle = denoiser.bundle
-        parts |= {"weights": bundle.unet, "denoiser": denoiser, "tokenizer": bundle.tokenizers[0]}
+        parts |= {"weights": bundle.unet, "denoiser": denoiser, "tokenizer": bundle.tokenizers["text_encoder"]}
     return [(f"{model.name}: {what}", weakref.ref(part)) for what, part in parts.items() if part is not None]
 
 

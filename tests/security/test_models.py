@@ -19,7 +19,7 @@ from plait_serving.diffusion.families.unet.controlnet import load_controlnet
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from support.bundles import load_bundle
+from support.bundles import load_bundle, texts_of
 from support.loras import TwoLayers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def test_cve_2026_4372_and_cve_2026_5241_code_of_a_configuration(folder: Path, m
     except ModelError:
         assert not mark.exists()
         return
-    for module in (bundle.unet, bundle.vae, *bundle.text_encoders, *bundle.tokenizers):
+    for module in (bundle.unet, bundle.vae, *texts_of(bundle), *bundle.tokenizers.values()):
         assert type(module).__module__.startswith(("diffusers.", "transformers."))
     assert not mark.exists()
 

@@ -19,7 +19,6 @@ from plait_fabric import connect, listen, new_secret
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.executors.graphs import GraphMemory
-from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
 from plait_serving.diffusion.errors import EngineError
@@ -44,7 +43,7 @@ def controlnet(run: GpuRun) -> None:
     given = GuidedInputs.drawn(run, one.unet.config, 1)
     one.warm(run, given)
     beside = run.memory if not run.on_gpu else GraphMemory(CudaCapture(run.device), budget_bytes=16 << 30)
-    here = LocalControlNetClient(_NAME, _runner(run, beside))
+    here = _runner(run, beside)
 
     def first_half() -> None:
         one.first_half(given)

@@ -15,7 +15,7 @@ from plait_serving.diffusion.published.architectures import ARCHITECTURES, Famil
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.settings import EngineSettings
 from plait_serving.diffusion.values import ImageRequest, Scheduler
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName
 from plait_serving.random_models.write import write_model
 
 _STEPS, _FEW = 20, 2

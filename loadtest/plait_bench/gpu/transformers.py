@@ -24,8 +24,8 @@ from plait_serving.diffusion.protocols import Conditioning, StepCall
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.values import ImageRequest, Scheduler
+from plait_serving.random_models import DtypeName, LoraSpelling
 from plait_serving.random_models.loras import write_lora
-from plait_serving.random_models.names import DtypeName, LoraSpelling
 
 _SETS, _RANK = 4, 16
 

@@ -14,7 +14,7 @@ import typer
 from plait.cli.packaging import cut_model, explain_model, package_model
 from plait.errors import PlaitError, told
 from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.random_models.names import DtypeName, LoraSpelling
+from plait_serving.random_models import DtypeName, LoraSpelling
 
 USUAL_RANK = 16
 _MB = 1_000_000

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from plait_kernels.threads import run_on_own_thread
-from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
@@ -171,7 +170,7 @@ class _Maker:
     costs: StepCosts | None
     is_alone: bool
     free_bytes: int | None
-    _local: WeakValueDictionary[Path, LocalControlNetClient] = field(default_factory=WeakValueDictionary)
+    _local: WeakValueDictionary[Path, ControlNetClient] = field(default_factory=WeakValueDictionary)
 
     def make(self, name: str, settings: EngineSettings) -> Model:
         """Read a model's folder, without its weights. Raises `ModelError`."""
@@ -224,5 +223,5 @@ class _Maker:
         """Return the client of a ControlNet in this process, one for all models of the family."""
         client = self._local.get(folder)
         if client is None:
-            client = self._local[folder] = LocalControlNetClient(name, family.controlnet(name, folder))
+            client = self._local[folder] = family.controlnet(name, folder)
         return client

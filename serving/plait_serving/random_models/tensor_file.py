@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName
 
 CHUNK = 1 << 22
 """Values drawn at once: 16 MiB in float32. Part of the format of a seed: another chunk may draw other values."""

@@ -12,7 +12,7 @@ from torch import nn
 from plait_serving.diffusion.published.architectures import Architecture, ModelPart
 from plait_serving.diffusion.published.configs import build_on_meta, stored, write_configs
 from plait_serving.diffusion.sources.staging import new_folder
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 
 Report = Callable[[str, int, int], None]

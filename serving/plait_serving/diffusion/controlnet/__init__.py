@@ -1,1 +1,1 @@
-"""ControlNets as a service: one protocol, with an in-process client and one over the fabric."""
+"""ControlNets as a service over the fabric, and which place asks which: here or there."""

@@ -26,7 +26,7 @@ from plait_fabric.rpc.outages import Backoff, Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_serving.diffusion.controlnet import wire
-from plait_serving.diffusion.controlnet.rows import check_image
+from plait_serving.diffusion.controlnet.sessions import check_image
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.protocols import (
     Answers,

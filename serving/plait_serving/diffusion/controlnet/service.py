@@ -25,8 +25,7 @@ from plait_kernels.device_errors import is_device_lost
 from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads
-from plait_serving.diffusion.controlnet.rows import ControlNetRunner, batch_key
-from plait_serving.diffusion.controlnet.sessions import SessionTable
+from plait_serving.diffusion.controlnet.sessions import SessionTable, batch_key
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,
     Answer,
@@ -39,7 +38,7 @@ from plait_serving.diffusion.controlnet.wire import (
     reply_message,
 )
 from plait_serving.diffusion.errors import EngineError, ModelError
-from plait_serving.diffusion.protocols import ControlCall
+from plait_serving.diffusion.protocols import ControlCall, ControlNetClient
 
 _log = logging.getLogger(__name__)
 
@@ -105,14 +104,15 @@ class ControlNetService:
     def __init__(
         self,
         name: str,
-        runner: ControlNetRunner,
+        runner: ControlNetClient,
         listeners: Sequence[Listener],
         *,
         limits: ServiceLimits | None = None,
         threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start at once. `threads`: CPU threads of a forward pass; 0 leaves torch's setting unchanged."""
+        """Start at once. `runner`: the ControlNet in this process. `threads`: CPU threads of a forward pass; 0 leaves
+        torch's setting unchanged."""
         self._name = name
         self._runner = runner
         self._clock = clock
@@ -249,7 +249,7 @@ class ControlNetService:
     def _open(self, peer: Peer, request: Open) -> None:
         started_s = self._clock()
         try:
-            held = self._runner.constants(
+            held = self._runner.open(
                 image=request.image,
                 conditioning=request.conditioning,
                 width=request.width,
@@ -278,7 +278,7 @@ class ControlNetService:
         kind = batch[0].keys, sum(job.rows for job in batch)
         self._heartbeat.begin(f"a batch of {kind[1]} rows", self._batch_s.get(kind))
         started_s = self._clock()
-        computed = iter(self._runner.try_residuals([call for job in batch for call in job.computed]))
+        computed = iter(self._runner.start([call for job in batch for call in job.computed])())
         seconds = self._clock() - started_s
         self._measured(kind, seconds)
         self._counts.steps += len(batch)

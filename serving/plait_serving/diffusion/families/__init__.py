@@ -7,10 +7,10 @@ A family is a folder of this package: all that differs between architectures, an
 - a `Denoiser` (`protocols.py`), which `bring` returns: conditioning, latents, schedule, a step with its guidance,
   decoding, and the mergers of LoRA sets.
 
-What is in this folder beside them is shared by families: text encoders (`encoders`), rows of a batch (`rows`),
-schedulers (`samplers`), LoRA sets as inputs (`factors`), executors' programs (`preparation`) and the weights beside
-them (`resident_weights`), and all that transformers with flow schedules have in common (`flow`). A family is imported
-when the first model of it is opened.
+What is in this folder beside them is shared by families: a model's parts (`bundle`), text encoders (`encoders`), rows
+of a batch (`rows`), schedulers (`samplers`), LoRA sets as inputs (`factors`), executors' programs (`preparation`) and
+the weights beside them (`resident_weights`), and all that transformers with flow schedules have in common (`flow`). A
+family is imported when the first model of it is opened.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, is_con
 if TYPE_CHECKING:
     import torch
 
-    from plait_serving.diffusion.controlnet.rows import ControlNetRunner
     from plait_serving.diffusion.families.family import Family
     from plait_serving.diffusion.families.preparation import Preparer
+    from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
     from plait_serving.diffusion.lora.container import Header, TensorInfo
     from plait_serving.diffusion.settings import EngineSettings, Host
 
@@ -170,7 +170,7 @@ def kind_of_controlnet(folder: Path) -> str:
 
 def load_controlnet(
     folder: Path, *, dtype: torch.dtype, device: str, preparer: Preparer | None, graphs: bool
-) -> ControlNetRunner:
+) -> ControlNetModelRunner:
     """Load a ControlNet from a diffusers folder, of whatever family it is. `preparer`: its program runs once it was
     converted; `graphs`: it runs as CUDA graphs. Raises `ModelError`."""
     from plait_serving.diffusion.families.unet import controlnet

@@ -5,22 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.bundle import Bundle
 from plait_serving.diffusion.families.encoders import Parts, TextEncoders
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import check_memory, resolve_device, resolve_dtype, warn_of_emulation
-from plait_serving.diffusion.protocols import Denoiser
+from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
-
-if TYPE_CHECKING:
-    from plait_serving.diffusion.controlnet.rows import ControlNetRunner
 
 
 class Family(ABC):
@@ -80,11 +77,14 @@ class Family(ABC):
         """Bring its own weights into memory, and return what steps them with these text encoders, which are there.
         Raises `ModelError`."""
 
-    def reads_with(self, adapted: Parts, others: Parts) -> None:
-        """Take the text encoders: those that LoRA sets are merged into, and the others."""
+    def is_made_of(self, outline: Bundle) -> None:
+        """Take a model's parts. LoRA sets are merged into some of its text encoders."""
+        self.parts, self.weights_bytes = outline.parts, outline.weights_bytes
+        self.decoding_bytes_per_pixel = outline.decoding_bytes_per_pixel
+        self.lora_targets = LoraTargets.of(outline.lora_components)
         self._own = self._encoders = [
             TextEncoders(parts, device=self.device, adapts=adapts, among=self.host.encoders)
-            for parts, adapts in ((adapted, True), (others, False))
+            for parts, adapts in ((outline.clips, True), (outline.readers, False))
             if parts
         ]
         self.visiting_bytes = max((each.nbytes for each in self._own if not each.adapts), default=0)
@@ -118,6 +118,6 @@ class Family(ABC):
         """Return why a ControlNet is none for this model, as far as its folder says; None if it is."""
         return f"{self.kind} models take no ControlNets"
 
-    def controlnet(self, name: str, folder: Path) -> ControlNetRunner:
+    def controlnet(self, name: str, folder: Path) -> ControlNetClient:
         """Load a ControlNet to run in this process. Raises `ModelError`."""
         raise ModelError(f"ControlNet {name}: {self.why_unfit(folder)}")

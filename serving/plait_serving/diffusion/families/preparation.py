@@ -1,4 +1,5 @@
 """Prepares the parts of a model with an executor: at once what was converted before, behind the server what was not.
+Torch runs a part until its programs take over.
 
 Converting works on a second, memory-mapped load of the files, so it never sees a LoRA that torch has merged meanwhile.
 """
@@ -9,9 +10,10 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -45,6 +47,9 @@ GRAPH_PATIENCE = 32
 dozen, and is worth a tenth of each."""
 Compute: TypeAlias = Callable[[Any], Computation]
 """Makes the computation of a part's module, whose weights are mapped."""
+Computes: TypeAlias = Mapping[str, Compute]
+"""A part's programs, by name."""
+_Owner = TypeVar("_Owner")
 _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -166,9 +171,40 @@ _ONE_AT_A_TIME = threading.Lock()
 """Each converts with all cores, and takes the model's memory once more."""
 
 
-def behind(what: str, make: Callable[[], None]) -> Callable[[], None]:
-    """Call `make` on a background thread, in turn with what waits already. If it fails, torch goes on serving, and the
-    log says why, once. Return what takes it back if it has not begun."""
+def opened(preparer: Preparer | None, part: WeightedPart, computes: Computes) -> list[PreparedProgram]:
+    """Return a part's programs, if all of them were converted before; else none."""
+    if preparer is None:
+        return []
+    found = [preparer.open(part, name, compute) for name, compute in computes.items()]
+    programs = [program for program in found if program is not None]
+    return programs if len(programs) == len(found) else []
+
+
+def convert_behind(
+    preparer: Preparer,
+    part: WeightedPart,
+    computes: Computes,
+    owner: _Owner,
+    adopt: Callable[[_Owner, list[PreparedProgram]], None],
+    *,
+    hand_over: Callable[[Callable[[], None]], None] = lambda take_over: take_over(),
+) -> Callable[[], None]:
+    """Convert a part's programs on a background thread, in turn with others that wait, and have their owner `adopt`
+    them, by `hand_over`; an owner is not kept in memory for that. If it fails, torch goes on serving, and the log says
+    why, once. Return what takes it back if it has not begun."""
+    owner_of = weakref.ref(owner)
+
+    def make() -> None:
+        if owner_of() is None:
+            return
+        programs = [preparer.make(part, name, compute) for name, compute in computes.items()]
+
+        def take_over() -> None:
+            if (here := owner_of()) is not None:
+                adopt(here, programs)
+
+        hand_over(take_over)
+
     jobs = [make]
 
     def run() -> None:
@@ -178,9 +214,9 @@ def behind(what: str, make: Callable[[], None]) -> Callable[[], None]:
                     job()
             except (ExecutorError, ModelError, OSError) as error:
                 if not background.is_ending():
-                    _log.warning("%s runs on torch: %s", what, error)
+                    _log.warning("%s runs on torch: %s", part.files.folder, error)
             except Exception:
-                _log.exception("%s runs on torch: preparing it failed", what)
+                _log.exception("%s runs on torch: preparing it failed", part.files.folder)
 
     background.start("plait-prepare", run)
     return jobs.clear  # what was taken back is not kept until its turn

@@ -1,21 +1,24 @@
 """The safetensors container: header first, then the tensors in one read into our own memory.
 
-Why not `safetensors.torch.load_file`: its tensors are views of a memory-mapped file, so a LoRA that is overwritten
-in its folder would change under a running request, or kill the process with SIGBUS. Here nothing refers to the file
-once it is read. Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON, data).
+The library reads the header, of a copy. Not the file itself, nor its tensors: it maps files, so a LoRA that is
+overwritten in its folder would change under a running request, or kill the process with SIGBUS. Here nothing refers to
+the file once it is read. Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON,
+data).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from plait_serving.diffusion.errors import LoraError
 
@@ -24,10 +27,6 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 16 << 20
 """The SDXL LoRA with the most keys that we know of has 1972 tensors, some 300 KB of header."""
-
-MAX_DIGITS = 19
-"""Of an integer: 2^63 has as many. Every size and offset of a file fits, and Python's integers have no largest one: the
-product of a few hundred of 4,300 digits holds the interpreter for minutes."""
 
 DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 """The permitted dtypes of a LoRA's tensors, in torch's words: headers are read without it. Alphas are sometimes stored
@@ -74,32 +73,37 @@ class Header:
 
 def inspect(path: Path, *, max_bytes: int) -> Header:
     """Read and check only the header. Raises `LoraError`."""
-    with _open(path) as file:
-        return _read_header(file, max_bytes)
+    with opened(path, max_bytes=max_bytes) as (header, _):
+        return header
 
 
-def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
-    """Return the header and the data, from one open file. Raises `LoraError`, also if the file changed meanwhile."""
+@contextmanager
+def opened(path: Path, *, max_bytes: int) -> Iterator[tuple[Header, Callable[[], bytearray]]]:
+    """Open a file; give its header, checked, and what reads its data. Raises `LoraError`, also then if the file has
+    changed meanwhile."""
     with _open(path) as file:
-        before = os.fstat(file.fileno())
+        opened_as = _state(file)
         header = _read_header(file, max_bytes)
-        data = bytearray(header.file_bytes - header.data_start)
-        file.seek(header.data_start)
-        _fill(file, data)
-        after = os.fstat(file.fileno())
-    if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
-        raise LoraError("the file changed while it was read")
-    return header, data
+
+        def data() -> bytearray:
+            read = bytearray(header.file_bytes - header.data_start)
+            file.seek(header.data_start)
+            _fill(file, read)
+            if _state(file) != opened_as:
+                raise LoraError("the file changed while it was read")
+            return read
+
+        yield header, data
 
 
-def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
-    """Return a view of `data`. Raises `LoraError` for a dtype that is not a float (or an alpha's integer)."""
+def tensor(header: Header, data: bytearray, key: str, dtypes: Mapping[str, str] = DTYPES) -> torch.Tensor:
+    """Return a view of `data`. Raises `LoraError` for another dtype."""
     import torch
 
     info = header.tensors[key]
-    if info.dtype not in ALPHA_DTYPES:
+    if info.dtype not in dtypes:
         raise LoraError(f"{key} is {info.dtype}; LoRA weights must be F16, BF16, F32 or F64")
-    dtype = getattr(torch, ALPHA_DTYPES[info.dtype])
+    dtype = getattr(torch, dtypes[info.dtype])
     if info.begin == info.end:
         return torch.empty(info.shape, dtype=dtype)
     aligned = info.begin % dtype.itemsize == 0
@@ -107,28 +111,9 @@ def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
     return torch.frombuffer(piece, dtype=dtype, count=math.prod(info.shape), offset=offset).view(info.shape)
 
 
-def load_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON of strangers; `pairs` makes the objects, as `object_pairs_hook` does. Raises ValueError, also for an
-    integer of more than `MAX_DIGITS` digits, and RecursionError."""
-    return json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
-
-
-def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > MAX_DIGITS:
-        raise ValueError(f"the integer {digits[:MAX_DIGITS]}... has {len(digits)} digits")
-    return int(digits)
-
-
-def product(sizes: Iterable[int], *, limit: int) -> int:
-    """Return the product of sizes of at least 0, or `limit + 1` if it is larger."""
-    result, is_larger = 1, False
-    for size in sizes:
-        if size == 0:
-            return 0
-        if not is_larger:
-            result *= size
-            is_larger = result > limit
-    return limit + 1 if is_larger else result
+def _state(file: BufferedReader) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _open(path: Path) -> BufferedReader:
@@ -146,14 +131,38 @@ def _read_header(file: BufferedReader, max_bytes: int) -> Header:
     _refuse_other_formats(start)
     if len(start) < 8:
         raise LoraError("the file is too short for a safetensors file")
-    header_bytes = int.from_bytes(start[:8], "little")
-    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+    data_start = 8 + int.from_bytes(start[:8], "little")
+    if data_start > min(8 + MAX_HEADER_BYTES, file_bytes):
         raise LoraError("the file is no safetensors file, or it is cut off: its header does not fit in it")
-    raw = bytearray(header_bytes)
-    file.seek(8)
+    raw = bytearray(data_start)
+    file.seek(0)
     _fill(file, raw)
-    tensors, metadata = _decode(raw, file_bytes - 8 - header_bytes)
-    return Header(tensors=tensors, metadata=metadata, data_start=8 + header_bytes, file_bytes=file_bytes)
+    # In memory, and as long as the file, but a hole where the data would be: the library maps it, and reads its header.
+    with os.fdopen(os.memfd_create("header"), "wb") as copy:
+        copy.write(raw)
+        copy.truncate(file_bytes)  # which writes what was buffered
+        tensors, metadata = _described(Path(f"/proc/self/fd/{copy.fileno()}"))
+    return Header(tensors=tensors, metadata=metadata, data_start=data_start, file_bytes=file_bytes)
+
+
+def _described(path: Path) -> tuple[Mapping[str, TensorInfo], Mapping[str, str]]:
+    """Return the tensors, which follow each other without gaps, and the metadata. Raises `LoraError`."""
+    tensors: dict[str, TensorInfo] = {}
+    begin = 0
+    try:
+        with safe_open(path, framework="np") as found:
+            for key in found.offset_keys():
+                part = found.get_slice(key)
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                if dtype not in _ITEM_BYTES:
+                    raise LoraError(f"{key} has the unknown dtype {dtype}")
+                end = begin + math.prod(shape) * _ITEM_BYTES[dtype]
+                tensors[key] = TensorInfo(dtype=dtype, shape=shape, begin=begin, end=end)
+                begin = end
+            metadata = found.metadata() or {}
+    except SafetensorError as error:
+        raise LoraError(f"the safetensors header is damaged, or the file is cut off ({error})") from error
+    return MappingProxyType(tensors), MappingProxyType(metadata)
 
 
 def _refuse_other_formats(start: bytes) -> None:
@@ -168,48 +177,3 @@ def _refuse_other_formats(start: bytes) -> None:
 def _fill(file: BufferedReader, buffer: bytearray) -> None:
     if file.readinto(buffer) < len(buffer):
         raise LoraError("the file is cut off")
-
-
-def _decode(raw: bytearray, data_bytes: int) -> tuple[Mapping[str, TensorInfo], Mapping[str, str]]:
-    try:
-        table = load_json(raw.decode("utf-8"), pairs=_no_duplicates)
-        if not isinstance(table, dict):
-            raise TypeError("not an object")
-        metadata = table.pop("__metadata__", None) or {}
-        tensors = {key: _info(entry) for key, entry in table.items()}
-        metadata = {str(key): str(value) for key, value in metadata.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise LoraError(f"the safetensors header is damaged ({error})") from error
-    _check_layout(tensors, data_bytes)
-    return MappingProxyType(tensors), MappingProxyType(metadata)
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key appears twice")
-    return table
-
-
-def _info(entry: dict[str, object]) -> TensorInfo:
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
-        raise TypeError("an entry lacks dtype, shape or offsets")
-    numbers = [*shape, *offsets]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError("shapes and offsets must be whole numbers")
-    return TensorInfo(dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
-
-
-def _check_layout(tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
-    """Check that tensors are contiguous, without gap or overlap, and end with the file, as the format requires."""
-    position = 0
-    for key, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        item_bytes = _ITEM_BYTES.get(info.dtype)
-        if item_bytes is None:
-            raise LoraError(f"{key} has the unknown dtype {info.dtype}")
-        if info.begin != position or info.end - info.begin != product(info.shape, limit=data_bytes) * item_bytes:
-            raise LoraError(f"the safetensors header is damaged: {key} does not lie where it should")
-        position = info.end
-    if position != data_bytes:
-        raise LoraError("the file is cut off, or something was appended: its data does not end where the header says")

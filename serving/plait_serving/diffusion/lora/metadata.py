@@ -7,6 +7,7 @@ an `adapter_config.json` beside the file, of the model that steps.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,13 +17,15 @@ from types import MappingProxyType
 from typing import Any
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.container import load_json
 from plait_serving.diffusion.lora.listing import CONFIG_FILE
 from plait_serving.diffusion.lora.targets import ModuleRef
 
 KEY = "lora_adapter_metadata"
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_DIGITS = 19
+"""Of an integer: 2^63 has as many. Python's integers have no largest one, and arithmetic with long ones holds the
+interpreter."""
 _PEFT_KINDS = ("LORA", "LOHA", "LOKR")
 
 # Switches under which an adapter computes something else than its tensors say.
@@ -109,12 +112,18 @@ class AlphaRules:
 
 def _table(raw: str | bytes, where: str) -> dict[str, Any]:
     try:
-        table = load_json(raw)
+        table = json.loads(raw, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise LoraError(f"its {where} is no JSON ({error})") from error
     if not isinstance(table, dict):
         raise LoraError(f"its {where} is no table")
     return table
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MAX_DIGITS:
+        raise ValueError(f"the integer {digits[:_MAX_DIGITS]}... has {len(digits)} digits")
+    return int(digits)
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

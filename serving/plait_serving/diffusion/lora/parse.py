@@ -12,7 +12,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+
+import torch
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
@@ -54,50 +55,43 @@ class LoadedLora:
         return any(is_text(ref.component) for ref in self.factors)
 
 
-class LoraPlan(NamedTuple):
-    """The modules of a header with their keys, all matched, shapes checked. No tensor was read.
-
-    `beyond` are keys of layers that only ComfyUI's text encoders have, `embeddings` the placeholders of those that are
-    not used.
-    """
-
-    parts: Mapping[ModuleRef, Mapping[TensorRole, str]]
-    rules: AlphaRules
-    beyond: tuple[str, ...]
-    embeddings: tuple[str, ...]
-
-
 def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_FILE_BYTES) -> LoadedLora:
     """Read a whole file. Raises `LoraError` with a message that starts with the LoRA's name."""
     try:
         config = AlphaRules.beside(path, targets.denoiser) if path.name == ADAPTER_FILE else None
-        looked_at = container.inspect(path, max_bytes=max_bytes)
-        agreed = plan(looked_at, targets, config)
-        header, data = container.read(path, max_bytes=max_bytes)
-        if header != looked_at:
-            agreed = plan(header, targets, config)  # of the very bytes that were read
-        _check_adds_nothing(agreed, header, data, targets)
+        with container.opened(path, max_bytes=max_bytes) as (header, read):
+            parts, beyond = _matched(header, targets, has_config=config is not None)
+            rules = config or AlphaRules.of(header.metadata)
+            data = read()
+        _check_adds_nothing(beyond, header, data, targets)
         factors: dict[ModuleRef, Factor] = {}
-        for ref, roles in agreed.parts.items():
-            tensors = {role: container.tensor(header, data, key) for role, key in roles.items()}
-            whole = reading.factor(ref, tensors, agreed.rules)
+        for ref, roles in parts.items():
+            tensors = {role: _tensor(header, data, key, role) for role, key in roles.items()}
+            whole = reading.factor(ref, roles, tensors, targets.parameters[ref], rules)
             rows = targets.joined.get(ref)
             factors |= {ref: whole} if rows is None else {part: section(whole, mine) for part, mine in rows.items()}
     except LoraError as error:
         raise LoraError(f"LoRA {name!r}: {error.message}", param="loras") from error
-    if agreed.embeddings:
-        _tell_of_embeddings(name, agreed.embeddings)
+    if bundled := _bundled(header):
+        _tell_of_embeddings(name, bundled)
     return LoadedLora(name=name, factors=MappingProxyType(factors), nbytes=len(data))
 
 
-def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | None = None) -> LoraPlan:
-    """Match every key of a header to a module. `config` stands beside the file, if it does. Raises `LoraError`."""
+def _bundled(header: container.Header) -> tuple[str, ...]:
+    """Return the placeholders of the embeddings in a file, which are not used."""
+    return tuple(dict.fromkeys(key.split(".")[1] for key in header.tensors if key.startswith(_EMBEDDINGS)))
+
+
+def _matched(
+    header: container.Header, targets: LoraTargets, *, has_config: bool
+) -> tuple[Mapping[ModuleRef, Mapping[TensorRole, str]], Collection[str]]:
+    """Match every key of a header to a module; return the keys of each, and those of layers that only ComfyUI's text
+    encoders have. `has_config`: an adapter's configuration stands beside the file. Raises `LoraError`."""
     keys = [key for key in header.tensors if not key.startswith(_EMBEDDINGS)]
-    bundled = [key.split(".")[1] for key in header.tensors if key.startswith(_EMBEDDINGS)]
     if not keys:
-        raise LoraError("the file is a textual inversion" if bundled else "the file holds no tensors")
+        raise LoraError("the file is a textual inversion" if header.tensors else "the file holds no tensors")
     found = {key: meaning(key, targets) for key in keys}
-    reject_unsupported(found, has_config=config is not None)
+    reject_unsupported(found, has_config=has_config)
     unknown = {key: may_add_nothing(key) for key, what in found.items() if what is None}
     if len(unknown) == len(keys) or not all(unknown.values()):
         raise _unmatched([key for key, excused in unknown.items() if not excused] or unknown, keys, targets)
@@ -114,10 +108,12 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     if len(formats) > 1:
         titles = sorted((form.title for form in formats), key=str.casefold)
         raise LoraError(f"the file mixes {' and '.join(titles)} keys")
-    rules = config or AlphaRules.of(header.metadata)
-    for ref, roles in parts.items():
-        reading.check(ref, roles, header, targets.parameters[ref], rules)
-    return LoraPlan(parts, rules, beyond=tuple(unknown), embeddings=tuple(dict.fromkeys(bundled)))
+    return parts, unknown.keys()
+
+
+def _tensor(header: container.Header, data: bytearray, key: str, role: TensorRole) -> torch.Tensor:
+    is_alpha = role is TensorRole.ALPHA
+    return container.tensor(header, data, key, container.ALPHA_DTYPES if is_alpha else container.DTYPES)
 
 
 def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: LoraTargets) -> None:
@@ -131,9 +127,11 @@ def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: L
             seen[part] = key
 
 
-def _check_adds_nothing(agreed: LoraPlan, header: container.Header, data: bytearray, targets: LoraTargets) -> None:
+def _check_adds_nothing(
+    beyond: Collection[str], header: container.Header, data: bytearray, targets: LoraTargets
+) -> None:
     """Raise `LoraError` if a layer that this model lacks would be changed."""
-    surplus = [key for key in agreed.beyond if adds(key) and bool(container.tensor(header, data, key).any())]
+    surplus = [key for key in beyond if adds(key) and bool(container.tensor(header, data, key).any())]
     if surplus:
         raise _unmatched(surplus, header.tensors, targets)
 

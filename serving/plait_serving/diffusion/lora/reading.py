@@ -1,4 +1,4 @@
-"""One module's tensors of a file: whether they fit the module's weight, and the factor that they make.
+"""One module's tensors of a file, and the factor that they make, if they fit the module's weight.
 
 Errors name the tensor's key.
 """
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora import container
 from plait_serving.diffusion.lora.keys import TensorRole
 from plait_serving.diffusion.lora.kinds import Factor, FileMatrix
 from plait_serving.diffusion.lora.metadata import AlphaRules
@@ -45,65 +44,51 @@ _LOKR = (
     _Names(TensorRole.LOKR_W1, TensorRole.LOKR_W1_A, TensorRole.LOKR_W1_B, None),
     _Names(TensorRole.LOKR_W2, TensorRole.LOKR_W2_A, TensorRole.LOKR_W2_B, TensorRole.LOKR_T2),
 )
-_LORA_ROLES = frozenset({TensorRole.DOWN, TensorRole.UP})
-_LOHA_ROLES = frozenset(role for names in _LOHA for role in names if role is not None)
-_LOKR_ROLES = frozenset(role for names in _LOKR for role in names if role is not None)
+_KINDS = tuple(
+    (kind, frozenset(role for names in kind for role in names if role is not None)) for kind in (_LORA, _LOHA, _LOKR)
+)
 _BESIDE = frozenset({TensorRole.ALPHA, TensorRole.MAGNITUDE, TensorRole.DORA_SCALE})
 
 
-def check(ref: ModuleRef, keys: Keys, header: container.Header, base: tuple[int, ...], rules: AlphaRules) -> None:
-    """Raise `LoraError` if a module's tensors do not make a weight (or bias) of the shape `base`. Reads no tensor."""
-    for role, key in keys.items():
-        dtype = header.tensors[key].dtype
-        if role is not TensorRole.ALPHA and dtype not in container.DTYPES:
-            raise LoraError(f"{key} is {dtype}; LoRA weights must be F16, BF16, F32 or F64")
-    if TensorRole.ALPHA in keys and math.prod(header.tensors[keys[TensorRole.ALPHA]].shape) != 1:
+def factor(ref: ModuleRef, keys: Keys, tensors: Tensors, base: tuple[int, ...], rules: AlphaRules) -> Factor:
+    """Return what a module's tensors make. Raises `LoraError` if that is no weight (or bias) of the shape `base`, and
+    for numbers that are no weights."""
+    if TensorRole.ALPHA in keys and tensors[TensorRole.ALPHA].numel() != 1:
         raise LoraError(f"{keys[TensorRole.ALPHA]} is not one number")
     if TensorRole.DIFFERENCE in keys:
-        _only(keys, {TensorRole.DIFFERENCE}, keys)
-        key = keys[TensorRole.DIFFERENCE]
-        if header.tensors[key].shape != base:
-            raise LoraError(f"{key} has the shape {header.tensors[key].shape}, but {ref} has {base}")
-        return
+        return _difference(ref, keys, tensors, base)
     roles = keys.keys() - _BESIDE
-    if not roles or roles & _LORA_ROLES:
-        _only(roles, _LORA_ROLES, keys)
-        _check_lora(ref, keys, header, base)
+    kind, own = next((each for each in _KINDS if roles & each[1]), _KINDS[0])
+    _only(roles, own, keys)
+    if kind is _LORA:
+        _check_lora(ref, keys, tensors, base)
     else:
-        _check_matrices(ref, keys, header, base)
-    _check_magnitude(ref, keys, header, base, rules)
-
-
-def factor(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:
-    """Return what a module's checked tensors make. Raises `LoraError` for numbers that are no weights."""
-    if TensorRole.DIFFERENCE in tensors:
-        return _difference(ref, tensors[TensorRole.DIFFERENCE])
-    found = _product(ref, tensors, rules)
-    for role in (TensorRole.MAGNITUDE, TensorRole.DORA_SCALE):
-        if role in tensors:
-            magnitude = tensors[role]
-            _largest(ref, magnitude)
-            by_input = role is TensorRole.DORA_SCALE and _is_by_input(tuple(magnitude.shape), found.shape[0])
-            return replace(found, magnitude=magnitude.flatten(), by_input=by_input, bound=math.inf)
-    return found
+        for names in kind:
+            _check_matrix(ref, keys, tensors, names, base[2:])
+    found = _product(ref, kind, tensors, rules)
+    made = {found.first.shape, found.second.shape} if kind is _LOHA and found.second is not None else {found.shape}
+    if made != {(base[0], math.prod(base[1:]))}:
+        listed = ", ".join(f"{keys[role]} {_shape(tensors[role])}" for role in sorted(roles, key=str))
+        raise LoraError(f"{ref}: {listed} do not make a weight of {base}")
+    return _decomposed(ref, keys, tensors, base, found, is_dora=rules.decomposes(ref))
 
 
 # ---- LoRA -----------------------------------------------------------------------------------------------------------
 
 
-def _check_lora(ref: ModuleRef, keys: Keys, header: container.Header, base: tuple[int, ...]) -> None:
+def _check_lora(ref: ModuleRef, keys: Keys, tensors: Tensors, base: tuple[int, ...]) -> None:
     missing = [role.name.lower() for role in (TensorRole.DOWN, TensorRole.UP) if role not in keys]
     if missing:
         raise LoraError(f"{ref} has no {' and no '.join(missing)} factor, but {', '.join(keys.values())}")
-    down, up = header.tensors[keys[TensorRole.DOWN]], header.tensors[keys[TensorRole.UP]]
-    rank = down.shape[0] if down.shape else 0
+    down, up = _shape(tensors[TensorRole.DOWN]), _shape(tensors[TensorRole.UP])
+    rank = down[0] if down else 0
     kernel = base[2:]
-    fits_down = down.shape[1:] == base[1:] or (math.prod(kernel) == 1 and _without_ones(down.shape) == (rank, base[1]))
-    fits_up = _without_ones(up.shape) == (base[0], rank)
+    fits_down = down[1:] == base[1:] or (math.prod(kernel) == 1 and _without_ones(down) == (rank, base[1]))
+    fits_up = _without_ones(up) == (base[0], rank)
     if rank < 1 or rank > _MAX_RANK or not fits_down or not fits_up:
-        of = _made_for(ref, down.shape, base)
+        of = _made_for(ref, down, base)
         other = "" if of is None else f"; the file is for {of}"
-        raise LoraError(f"{ref}: factors {down.shape} and {up.shape} do not make a weight of {base}{other}")
+        raise LoraError(f"{ref}: factors {down} and {up} do not make a weight of {base}{other}")
 
 
 def _made_for(ref: ModuleRef, down: tuple[int, ...], base: tuple[int, ...]) -> str | None:
@@ -115,8 +100,12 @@ def _made_for(ref: ModuleRef, down: tuple[int, ...], base: tuple[int, ...]) -> s
     return _WIDTHS.get(down[1]) if base[1] in _WIDTHS and down[1] != base[1] else None
 
 
-def _difference(ref: ModuleRef, tensor: torch.Tensor) -> Factor:
+def _difference(ref: ModuleRef, keys: Keys, tensors: Tensors, base: tuple[int, ...]) -> Factor:
     """Return what adds a tensor as it is."""
+    _only(keys, {TensorRole.DIFFERENCE}, keys)
+    tensor = tensors[TensorRole.DIFFERENCE]
+    if _shape(tensor) != base:
+        raise LoraError(f"{keys[TensorRole.DIFFERENCE]} has the shape {_shape(tensor)}, but {ref} has {base}")
     whole = FileMatrix(right=tensor.reshape(len(tensor), -1))
     return Factor(first=whole, alpha=1.0, rank=1, bound=_largest(ref, tensor))
 
@@ -124,48 +113,28 @@ def _difference(ref: ModuleRef, tensor: torch.Tensor) -> Factor:
 # ---- LoHa and LoKr --------------------------------------------------------------------------------------------------
 
 
-def _check_matrices(ref: ModuleRef, keys: Keys, header: container.Header, base: tuple[int, ...]) -> None:
-    roles = keys.keys() - _BESIDE
-    is_loha = bool(roles & _LOHA_ROLES)
-    _only(roles, _LOHA_ROLES if is_loha else _LOKR_ROLES, keys)
-    sides = []
-    for names in _LOHA if is_loha else _LOKR:
-        mine = {role for role in names if role in roles}
-        _complete(ref, names, mine, keys)
-        shapes = {role: header.tensors[keys[role]].shape for role in mine if role is not None}
-        sides.append(_side(keys, shapes, names, base[2:]))
-    (rows, columns), (more_rows, more_columns) = sides
-    wanted_shape = (base[0], math.prod(base[1:]))
-    made = [(rows, columns), (more_rows, more_columns)] if is_loha else [(rows * more_rows, columns * more_columns)]
-    if any(shape != wanted_shape for shape in made):
-        listed = ", ".join(f"{keys[role]} {header.tensors[keys[role]].shape}" for role in sorted(roles, key=str))
-        raise LoraError(f"{ref}: {listed} do not make a weight of {base}")
-
-
-def _side(
-    keys: Keys, shapes: Mapping[TensorRole, tuple[int, ...]], names: _Names, kernel: tuple[int, ...]
-) -> tuple[int, int]:
-    """Return the shape of one of the two matrices, flattened. Raises `LoraError` if its parts do not fit each other."""
+def _check_matrix(ref: ModuleRef, keys: Keys, tensors: Tensors, names: _Names, kernel: tuple[int, ...]) -> None:
+    """Raise `LoraError` if one of the two matrices is not complete, or its parts do not fit each other."""
+    shapes = {role: _shape(tensors[role]) for role in names if role is not None and role in tensors}
+    _complete(ref, names, shapes.keys(), keys)
     whole, left, right, core = names
     for role, shape in shapes.items():
         if len(shape) not in {2, 4} or min(shape) < 1 or (len(shape) == 4 and shape[2:] not in {kernel, (1, 1)}):
             raise LoraError(f"{keys[role]} has the shape {shape}, which is no part of a weight")
     if whole is not None and whole in shapes:
-        return shapes[whole][0], math.prod(shapes[whole][1:])
+        return
     outer, inner = shapes[left], shapes[right]
     if core is not None and core in shapes:
         if len(outer) != 2 or len(inner) != 2 or shapes[core][:2] != (outer[0], inner[0]) or outer[0] > _MAX_RANK:
             raise LoraError(f"{keys[core]} {shapes[core]} does not fit {keys[left]} {outer} and {keys[right]} {inner}")
-        return outer[1], inner[1] * math.prod(shapes[core][2:])
-    if _without_ones(outer)[1:] != inner[:1] or inner[0] > _MAX_RANK:
+    elif _without_ones(outer)[1:] != inner[:1] or inner[0] > _MAX_RANK:
         raise LoraError(f"{keys[left]} {outer} and {keys[right]} {inner} have no product")
-    return outer[0], math.prod(inner[1:])
 
 
-def _complete(ref: ModuleRef, names: _Names, found: Collection[TensorRole | None], keys: Keys) -> None:
+def _complete(ref: ModuleRef, names: _Names, found: Collection[TensorRole], keys: Keys) -> None:
     """Raise `LoraError` if a matrix is neither whole nor a product."""
     if names.whole is not None and names.whole in found:
-        surplus = sorted(keys[role] for role in found if role is not None and role is not names.whole)
+        surplus = sorted(keys[role] for role in found if role is not names.whole)
         if surplus:
             raise LoraError(f"{ref}: {', '.join(surplus)} beside {keys[names.whole]}, which is the whole matrix")
         return
@@ -174,8 +143,7 @@ def _complete(ref: ModuleRef, names: _Names, found: Collection[TensorRole | None
         raise LoraError(f"{ref} has no {' and no '.join(missing)}, but {', '.join(sorted(keys.values()))}")
 
 
-def _product(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:
-    kind = _LORA if TensorRole.DOWN in tensors else _LOHA if tensors.keys() & _LOHA_ROLES else _LOKR
+def _product(ref: ModuleRef, kind: tuple[_Names, ...], tensors: Tensors, rules: AlphaRules) -> Factor:
     first, *others = (_matrix(tensors, names) for names in kind)
     # What alpha is divided by. Where both matrices are whole, LyCORIS does not divide; PEFT takes its configured rank.
     rank = next((matrix.right.shape[0] for matrix in (*others, first) if matrix.left is not None), None)
@@ -211,30 +179,29 @@ def _matrix_bound(ref: ModuleRef, matrix: FileMatrix) -> float:
 # ---- DoRA and alpha -------------------------------------------------------------------------------------------------
 
 
-def _check_magnitude(
-    ref: ModuleRef, keys: Keys, header: container.Header, base: tuple[int, ...], rules: AlphaRules
-) -> None:
-    found = [role for role in (TensorRole.MAGNITUDE, TensorRole.DORA_SCALE) if role in keys]
-    if len(found) > 1:
-        raise LoraError(f"{ref}: {keys[found[0]]} and {keys[found[1]]} both are its magnitude")
-    if not found:
-        if rules.decomposes(ref):
+def _decomposed(
+    ref: ModuleRef, keys: Keys, tensors: Tensors, base: tuple[int, ...], found: Factor, *, is_dora: bool
+) -> Factor:
+    """Return a factor with the magnitude of a DoRA, if there is one, as there must be if it `is_dora`."""
+    roles = [role for role in (TensorRole.MAGNITUDE, TensorRole.DORA_SCALE) if role in keys]
+    if len(roles) > 1:
+        raise LoraError(f"{ref}: {keys[roles[0]]} and {keys[roles[1]]} both are its magnitude")
+    if not roles:
+        if is_dora:
             raise LoraError(f"its metadata says use_dora, but {ref} has no magnitude")
-        return
-    shape = header.tensors[keys[found[0]]].shape
-    by_input = found[0] is TensorRole.DORA_SCALE and _is_by_input(shape, base[0])
+        return found
+    magnitude, shape = tensors[roles[0]], _shape(tensors[roles[0]])
+    # A `dora_scale` `(1, i, ...)` has a number for each input channel; `(o, 1, ...)` has one for each row.
+    by_input = roles[0] is TensorRole.DORA_SCALE and len(shape) > 1 and shape[0] != base[0]
     if math.prod(shape) != base[int(by_input)] or sum(size > 1 for size in shape) > 1:
-        raise LoraError(f"{keys[found[0]]} has the shape {shape}, which is no magnitude of a weight of {base}")
-
-
-def _is_by_input(shape: tuple[int, ...], rows: int) -> bool:
-    """Return whether a `dora_scale` has a number for each input channel: `(1, i, ...)`; `(o, 1, ...)` has one for each
-    row."""
-    return len(shape) > 1 and shape[0] != rows
+        raise LoraError(f"{keys[roles[0]]} has the shape {shape}, which is no magnitude of a weight of {base}")
+    _largest(ref, magnitude)
+    return replace(found, magnitude=magnitude.flatten(), by_input=by_input, bound=math.inf)
 
 
 def _alpha(ref: ModuleRef, tensors: Tensors, rank: int, rules: AlphaRules) -> float:
-    alpha = float(tensors[TensorRole.ALPHA].item()) if TensorRole.ALPHA in tensors else rules.alpha(ref, rank)
+    given = tensors.get(TensorRole.ALPHA)
+    alpha = rules.alpha(ref, rank) if given is None else float(given.item())
     if not math.isfinite(alpha) or alpha == 0.0:
         raise LoraError(f"{ref} has alpha {alpha}")
     return alpha
@@ -245,6 +212,10 @@ def _only(roles: Collection[TensorRole], kind: Collection[TensorRole], keys: Key
     if others:
         mine = next(keys[role] for role in roles if role in kind)
         raise LoraError(f"{mine} and {others[0]} are of two kinds of LoRA")
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.published.configs import published_name, stored
+from plait_serving.diffusion.loading import on_meta, translate
+from plait_serving.diffusion.published.architectures import Architecture
+from plait_serving.diffusion.published.configs import build_on_meta, published_name, stored, write_configs
 from plait_serving.diffusion.sources.file_kinds import SUFFIX
 
 INDEX = "model_index.json"
@@ -41,16 +45,32 @@ def check_configs(config: Path) -> None:
         )
 
 
-def copy_configs(config: Path, staged: Path, parts: Collection[str], *, link: bool = False) -> None:
-    """Copy a diffusers folder without the weights of `parts`. `link`: as for `copy_parts`."""
-    copy_parts(config, staged, but=parts, link=link)
-    for part in parts:
-        if (config / part).is_dir():
-            (staged / part).mkdir()
-            shutil.copyfile(config / part / "config.json", staged / part / "config.json")
+def write_parts(
+    path: Path,
+    staged: Path,
+    described: Architecture | Path,
+    kinds: Mapping[str, Any],
+    converted: Callable[[str, nn.Module, Path], Mapping[str, torch.Tensor]],
+    *,
+    link: bool = False,
+) -> None:
+    """Write the checkpoint `path` as a folder: the parts of the classes `kinds` with the weights that `converted` finds
+    there for a part's module. `described`: the architecture that its configurations follow from, or the folder that
+    they are copied from, and with them the other parts (`link`: as for `copy_parts`). Raises `ModelError`."""
+    if isinstance(described, Architecture):
+        write_configs(described, staged, {part.folder: build_on_meta(part) for part in described.parts})
+    else:
+        copy_parts(described, staged, but=kinds.keys(), link=link)
+        for part in kinds:
+            if (described / part).is_dir():
+                (staged / part).mkdir()
+                shutil.copyfile(described / part / "config.json", staged / part / "config.json")
+    for part, kind in kinds.items():
+        module = translate(staged / part, partial(on_meta, kind))
+        _write_part(path, staged / part, module, translate(path, partial(converted, part, module)))
 
 
-def write_part(path: Path, place: Path, module: nn.Module, found: Mapping[str, torch.Tensor]) -> None:
+def _write_part(path: Path, place: Path, module: nn.Module, found: Mapping[str, torch.Tensor]) -> None:
     """Write a part's weights, found in the file `path`. Raises `ModelError` if one is missing, of another shape, or has
     no place."""
     is_text = place.name.startswith("text_encoder")

@@ -16,7 +16,7 @@ from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, word_ids
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
-from support.bundles import load_bundle
+from support.bundles import load_bundle, texts_of
 from support.denoise import make_request, prepared
 from support.families import opened
 
@@ -28,7 +28,7 @@ def case(request):
     """A bundle and its encoder. An untrained norm makes embeddings whose mean is zero, which nothing can keep; trained
     ones have biases."""
     bundle = load_bundle(request.getfixturevalue(f"tiny_{request.param}_folder"))
-    for text_encoder in bundle.text_encoders:
+    for text_encoder in texts_of(bundle):
         getattr(text_encoder, "text_model", text_encoder).final_layer_norm.bias.data.fill_(0.2)
     return bundle, PromptEncoder(bundle)
 
@@ -219,7 +219,7 @@ def test_who_asks_for_known_tokens_waits_for_no_others():
 def naive(bundle, encoder, parts: list[list[tuple[str, float]]]) -> torch.Tensor:
     """The twin: chunks of (text, weight) pieces, each read alone as ids, scaled in float64 and brought to its mean."""
     rows = []
-    for index, tokenizer in enumerate(bundle.tokenizers):
+    for index, tokenizer in enumerate(bundle.tokenizers.values()):
         chunks = []
         for part in parts:
             words = [(word, weight) for text, weight in part for word in word_ids(tokenizer, [text])[0]]

@@ -13,8 +13,8 @@ from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
+from plait_serving.random_models import DtypeName, LoraSpelling
 from plait_serving.random_models.loras import write_lora
-from plait_serving.random_models.names import DtypeName, LoraSpelling
 from plait_serving.random_models.write import write_model
 
 

@@ -22,8 +22,7 @@ from plait_serving.diffusion.published.architectures import ARCHITECTURES, Famil
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
 from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
 from plait_serving.diffusion.sources import staging
-from plait_serving.random_models import tensor_file
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName, tensor_file
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 from plait_serving.random_models.write import write_model
 from support.bundles import load_bundle

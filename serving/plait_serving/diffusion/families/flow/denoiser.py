@@ -107,14 +107,7 @@ class FlowDenoiser(ABC):
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1]."""
-        found, config = self.bundle.encode(pixels), self.bundle.vae.config
-        return EncodedImage(
-            mean=found.mean,
-            deviation=found.std,
-            centre=float(config.shift_factor),
-            factor=float(config.scaling_factor),
-            dtype=self.bundle.dtype,
-        )
+        return self.bundle.encode(pixels)
 
     @torch.inference_mode()
     def finish(self, latents: torch.Tensor) -> torch.Tensor:

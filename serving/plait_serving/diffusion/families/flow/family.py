@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from transformers import T5EncoderModel
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.families.flow.bundle import OWN, loaded, outline_bundle
+from plait_serving.diffusion.families.flow.bundle import FlowBundle, refuse_fp8, refuse_quantized
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
+from plait_serving.diffusion.families.flow.schedules import Schedules
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.knobs import Exact, ExecutorName
-from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.settings import EngineSettings, Host
+from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.values import ImageRequest
 
 _NATIVE_LATENTS = 128
@@ -44,22 +46,43 @@ class FlowFamily(Family):
         if settings.dtype == "auto" and self.dtype is torch.float16:
             self.dtype = torch.bfloat16  # what these models were trained in
         self._is_torch = settings.executor is ExecutorName.TORCH
-        self.outline = outline_bundle(
-            folder, self.kinds, may_lack=self.may_lack, even=self.even, dtype=self.dtype, device=self.device
-        )
-        self.parts = self.outline.parts
+        self.outline = self._outlined(folder)
         self.tokens = TextTokens(self.outline.tokenizers)
         latents = self.outline.config.get("sample_size", _NATIVE_LATENTS)
-        self.width = self.height = int(latents) * self.outline.pixels_per_latent
+        self.width = self.height = int(latents) * self.outline.vae_factor
         self.size_multiple = self.min_whole_edge = self.outline.pixels_per_token
-        self.weights_bytes = sum(self.parts[name].nbytes for name in OWN)
-        self.reads_with(self.outline.clips, self.outline.readers)
-        self.decoding_bytes_per_pixel = self.outline.decoding_bytes_per_pixel
-        self.lora_targets = LoraTargets.of(self.outline.lora_components)
+        self.is_made_of(self.outline)
+
+    def _outlined(self, folder: Path) -> FlowBundle:
+        """Return a folder's parts without weights; those of `may_lack` that `model_index.json` says are not there are
+        left out. Raises `ModelError`."""
+        index = read_json(folder / "model_index.json")
+        absent = {part for part in self.may_lack if (index.get(part) or [None])[0] is None}
+        kinds = {part: kind for part, kind in self.kinds.items() if part not in absent}
+        for part in ("scheduler", *kinds):
+            if not (folder / part).is_dir():
+                raise ModelError(f"{folder / part}: missing")
+        path = folder / "scheduler" / "scheduler_config.json"
+        schedules = Schedules.of(read_json(path), path, even=self.even)
+        for part in kinds:
+            refuse_quantized(folder / part / "config.json")
+        # T5 in float16 clips, and makes other images.
+        wide = frozenset(part for part in kinds if kinds[part] is T5EncoderModel and self.dtype is torch.float16)
+        bundle = FlowBundle.outline(folder, kinds, wide, dtype=self.dtype, device=self.device, schedules=schedules)
+        refuse_fp8(bundle)
+        return bundle
+
+    def check_widths(self, *, channels: int, pooled: int, text: int | None) -> None:
+        """Raise `ModelError` for a transformer that does not fit its VAE or text encoders."""
+        path, config = self.folder / "transformer" / "config.json", self.outline.config
+        wanted = {"in_channels": channels, "pooled_projection_dim": pooled, "joint_attention_dim": text}
+        for key, width in wanted.items():
+            if width is not None and config[key] != width:
+                raise ModelError(f"{path}: {key} is {config[key]}; the other parts of the model make {width}")
 
     def bring(self, encoders: Sequence[TextEncoders]) -> FlowDenoiser:
         """Bring the transformer and the VAE into memory. Raises `ModelError`."""
-        return self.denoiser(loaded(self.outline), self.tokens, encoders, is_exact=self._is_exact)
+        return self.denoiser(self.outline.loaded(), self.tokens, encoders, is_exact=self._is_exact)
 
     def _is_exact(self) -> bool:
         return self._is_torch or self.host.knobs().exact is Exact.ALWAYS

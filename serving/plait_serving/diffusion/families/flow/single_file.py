@@ -22,12 +22,10 @@ from torch import nn
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.flow.checkpoints import PARTS, is_sd3, own_names, transformer_config
-from plait_serving.diffusion.loading import on_meta, translate
 from plait_serving.diffusion.lora.container import Header
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, T5, Architecture, FamilyName, tokenizer_of
-from plait_serving.diffusion.published.configs import build_on_meta, write_configs
 from plait_serving.diffusion.published.original_names import original_layers
-from plait_serving.diffusion.sources.parts import check_configs, copy_configs, write_part
+from plait_serving.diffusion.sources.parts import check_configs, write_parts
 from plait_serving.diffusion.weight_files import find_weights
 
 _TEXTS = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5"}
@@ -56,31 +54,13 @@ def convert(path: Path, header: Header, config: Path | None) -> Callable[[Path],
         for folder, start in starts.items():
             if start is None and (config / folder).is_dir():  # but for a T5 that the folder does not have, either
                 find_weights(config / folder)
-    return partial(_write, path, header, architecture=architecture, starts=starts, config=config)
-
-
-def _write(
-    path: Path,
-    header: Header,
-    staged: Path,
-    *,
-    architecture: Architecture,
-    starts: Mapping[str, str | None],
-    config: Path | None,
-) -> None:
-    """Write a checkpoint into `staged`. `starts`: what the names of its parts begin with; None: it lacks the part."""
-    if config is None:
-        write_configs(architecture, staged, {part.folder: build_on_meta(part) for part in architecture.parts})
-    else:
-        held = ("transformer", *(folder for folder, start in starts.items() if start is not None))
-        copy_configs(config.resolve(), staged, held, link=True)
-    for part in architecture.parts:
-        place = staged / part.folder
-        if starts.get(part.folder, "") is None:
-            continue
-        kind = getattr(diffusers if part.library == "diffusers" else transformers, part.class_name)
-        module = translate(place, partial(on_meta, kind))
-        write_part(path, place, module, translate(path, partial(_converted, header, module, starts.get(part.folder))))
+    kinds = {
+        part.folder: getattr(diffusers if part.library == "diffusers" else transformers, part.class_name)
+        for part in architecture.parts
+        if starts.get(part.folder, "") is not None
+    }
+    described, converted = architecture if config is None else config.resolve(), partial(_converted, header, starts)
+    return lambda staged: write_parts(path, staged, described, kinds, converted, link=True)
 
 
 def _start(header: Header, starts: tuple[str, ...]) -> str | None:
@@ -98,8 +78,11 @@ def _architecture(header: Header, *, of_sd3: bool) -> Architecture:
     return replace(published, parts=(*published.parts[:place], transformer, *published.parts[place + 1 :]))
 
 
-def _converted(header: Header, module: nn.Module, start: str | None, path: Path) -> dict[str, torch.Tensor]:
-    """Return a part's weights under diffusers' names: the transformer's, or those whose names begin with `start`."""
+def _converted(
+    header: Header, starts: Mapping[str, str | None], name: str, module: nn.Module, path: Path
+) -> dict[str, torch.Tensor]:
+    """Return a part's weights under diffusers' names: those whose names begin as `starts` says, or the transformer."""
+    start = starts.get(name)
     with safe_open(path, framework="pt") as file:
         if start is None:
             found = {name: file.get_tensor(key) for name, key in own_names(header.tensors).items()}

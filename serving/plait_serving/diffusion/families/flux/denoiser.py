@@ -58,9 +58,8 @@ class FluxDenoiser(FlowDenoiser):
     @torch.inference_mode()
     def _read(self, image: RgbImage) -> EncodedText:
         """Return the tokens `(1, T, C)` of an image of any size and, as what is pooled, their positions `(1, T, 3)`."""
-        bundle, config = self.bundle, self.bundle.vae.config
-        latents = bundle.encode(to_pixels(snapped(image, bundle))).mode()
-        latents = (latents - config.shift_factor) * config.scaling_factor
+        found = self.bundle.encode(to_pixels(snapped(image, self.bundle)))
+        latents = (found.mean - found.centre) * found.factor
         return EncodedText(packed(latents), positions_of(latents, which=1).to(latents)[None])
 
     def run(self, rows: Rows) -> torch.Tensor:

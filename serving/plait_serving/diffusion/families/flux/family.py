@@ -10,7 +10,6 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from transformers import CLIPTextModel, T5EncoderModel
 
 from plait_serving.diffusion.errors import ModelError, RequestError
-from plait_serving.diffusion.families.flow.bundle import check_widths
 from plait_serving.diffusion.families.flow.checkpoints import OTHER_INPUTS
 from plait_serving.diffusion.families.flow.family import FlowFamily
 from plait_serving.diffusion.families.flux.denoiser import (
@@ -62,9 +61,7 @@ class FluxFamily(FlowFamily):
         look_alike = OTHER_INPUTS.get(outline.config.in_channels // channels)
         if look_alike is not None:
             raise ModelError(f"{folder / 'transformer' / 'config.json'}: this is {look_alike}: not supported")
-        check_widths(
-            outline, channels=channels, pooled=modules[CLIP].config.hidden_size, text=modules[T5].config.d_model
-        )
+        self.check_widths(channels=channels, pooled=modules[CLIP].config.hidden_size, text=modules[T5].config.d_model)
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError`."""

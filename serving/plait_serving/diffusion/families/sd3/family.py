@@ -10,7 +10,6 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from plait_serving.diffusion.errors import ModelError, RequestError
-from plait_serving.diffusion.families.flow.bundle import check_widths
 from plait_serving.diffusion.families.flow.family import FlowFamily
 from plait_serving.diffusion.families.sd3.denoiser import CLIPS, T5, Sd3Denoiser, is_guided, length_of
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
@@ -48,8 +47,7 @@ class Sd3Family(FlowFamily):
         )
         clips: list[Any] = [outline.modules[part].config for part in CLIPS]
         text = outline.modules[T5].config.d_model if self._has_t5 else None
-        check_widths(
-            outline,
+        self.check_widths(
             channels=outline.vae.config.latent_channels,
             pooled=sum(each.projection_dim for each in clips),
             text=text,

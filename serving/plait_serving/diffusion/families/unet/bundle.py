@@ -12,79 +12,57 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from torch import nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from PIL import Image
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from plait_serving.diffusion.decoding import to_rgb
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.encoders import Parts, TextEncoders, WeightedPart, tokenizer_of
+from plait_serving.diffusion.families.bundle import Bundle
+from plait_serving.diffusion.families.encoders import TextEncoders, WeightedPart
 from plait_serving.diffusion.families.unet.config import UNetKind, check_unet_config, check_vae_config, kind_of_config
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
-from plait_serving.diffusion.loading import outline_module, translate
+from plait_serving.diffusion.loading import translate
+from plait_serving.diffusion.protocols import SafetyChecker
 from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import find_weights
 
 _log = logging.getLogger(__name__)
 
-DENOISER = "unet"
-"""The component that steps run."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bundle:
-    """Modules in eval mode, without gradients, on one device. Frozen; LoRA merges write into the parameters.
+class UNetBundle(Bundle):
+    """The parts of one model. `width` and `height` are the size it was made for, in pixels. `encoders` are the text
+    encoders in memory; `mapped`: what is as the files hold it."""
 
-    `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
-    for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
-    `weights_bytes`: what all weights take in memory but the text encoders'; `decoding_bytes_per_pixel`: what decoding
-    an image takes. In an outline the modules have no weights, and there is no safety checker; `parts`: what they are
-    loaded from. Text encoders never have: `encoders` are those in memory. `mapped`: what is as the files hold it.
-    """
+    denoiser: ClassVar[str] = "unet"
 
-    folder: Path
     kind: UNetKind
-    unet: nn.Module
-    vae: nn.Module
-    tokenizers: tuple[Any, ...]
-    text_encoders: tuple[nn.Module, ...]
     scheduler_config: SchedulerConfig
-    safety_checker: nn.Module | None
     feature_extractor: Any | None
     force_zeros_for_empty_prompt: bool
     width: int
     height: int
-    vae_factor: int
-    dtype: torch.dtype
-    vae_dtype: torch.dtype
-    device: torch.device
-    weights_bytes: int
-    decoding_bytes_per_pixel: int
-    parts: Parts
     encoders: TextEncoders | None = None
     mapped: frozenset[str] = frozenset()
 
     @property
-    def texts(self) -> Parts:
-        """What the text encoders are loaded from."""
-        return {name: part for name, part in self.parts.items() if name.startswith("text_encoder")}
+    def unet(self) -> Any:
+        """What steps run."""
+        return self.modules["unet"]
 
     @property
-    def latent_channels(self) -> int:
-        """The number of channels of a latent."""
-        return int(self.config["out_channels"])
+    def safety_checker(self) -> Any | None:
+        """The folder's checker; None: it has none, or none is wanted, or it is not loaded."""
+        return self.modules.get("safety_checker")
 
     @property
     def inpaints(self) -> bool:
         """Whether the UNet takes more channels than a latent has: a mask and the masked image."""
-        return int(self.config["in_channels"]) > self.latent_channels
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The UNet's configuration."""
-        return cast("Mapping[str, Any]", self.unet.config)
+        return int(self.config["in_channels"]) > int(self.config["out_channels"])
 
     @property
     def embeds_guidance(self) -> bool:
@@ -108,7 +86,7 @@ class Bundle:
 
 def outline_bundle(
     folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", safety_checker: bool = True
-) -> Bundle:
+) -> UNetBundle:
     """Read a diffusers folder without its weights: what is known of a model before it is in memory. Raises
     `ModelError`.
 
@@ -116,67 +94,32 @@ def outline_bundle(
     """
     index, unet_config, vae_config = _configs(folder)
     kind = kind_of_config(unet_config)
+    # In float16 SDXL's VAE overflows.
     overflows = kind is UNetKind.SDXL and dtype is torch.float16 and vae_config.get("force_upcast", True)
-    vae_dtype = torch.float32 if overflows else dtype
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     size = unet_config.get("sample_size") or 64
     height, width = (factor * edge for edge in (size if isinstance(size, list | tuple) else (size, size)))
     encoders = _text_kinds(folder, kind)
     _check_text_width(folder, unet_config, encoders)
-    kinds = {"unet": UNet2DConditionModel, "vae": AutoencoderKL, **encoders}
     written = read_json(folder / "scheduler" / "scheduler_config.json")
-    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
-    modules = {part: outline_module(each, *files[part]) for part, each in kinds.items()}
-    parts = {part: WeightedPart(each, *files[part], modules[part].config) for part, each in kinds.items()}
     extractor = _feature_extractor(folder, index) if safety_checker else None
-    if extractor is not None:
-        parts["safety_checker"] = WeightedPart(_checker_kind(), find_weights(folder / "safety_checker"), dtype)
-    return Bundle(
-        folder=folder,
+    bundle = UNetBundle.outline(
+        folder,
+        {"unet": UNet2DConditionModel, "vae": AutoencoderKL, **encoders},
+        frozenset({"vae"} if overflows else ()),
+        dtype=dtype,
+        device=torch.device(device),
         kind=kind,
-        unet=modules["unet"],
-        vae=modules["vae"],
-        tokenizers=tuple(tokenizer_of(folder, part, CLIPTokenizer) for part in encoders),
-        text_encoders=tuple(modules[part] for part in encoders),
         scheduler_config=scheduler_config(folder, written, index.get("scheduler"), kind),
-        safety_checker=None,
         feature_extractor=extractor,
         force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", kind is UNetKind.SDXL)),
         width=width,
         height=height,
-        vae_factor=factor,
-        dtype=dtype,
-        vae_dtype=vae_dtype,
-        device=torch.device(device),
-        weights_bytes=sum(part.nbytes for name, part in parts.items() if name not in encoders),
-        # The decoder's last level has full size and twice the channels of the configuration's first, about four times
-        # over: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32. A step of the UNet takes less.
-        decoding_bytes_per_pixel=4 * 2 * int(vae_config["block_out_channels"][0]) * vae_dtype.itemsize,
-        parts=parts,
     )
-
-
-def loaded(outline: Bundle, encoders: TextEncoders, *, mapped: frozenset[str] = frozenset()) -> Bundle:
-    """Return the parts with their weights, beside text encoders that are in memory. `mapped`: which of "unet" and
-    "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). Raises `ModelError`."""
-    modules = {
-        name: part.mapped() if name in mapped else part.load(outline.device)
-        for name, part in outline.parts.items()
-        if name not in outline.texts
-    }
-    return replace(
-        outline,
-        unet=modules["unet"],
-        vae=modules["vae"],
-        safety_checker=modules.get("safety_checker"),
-        encoders=encoders,
-        mapped=mapped,
-    )
-
-
-def components_of(bundle: Bundle) -> dict[str, nn.Module]:
-    """Return the modules that LoRAs change, by component."""
-    return {DENOISER: bundle.unet, **dict(zip(bundle.texts, bundle.text_encoders, strict=True))}
+    if extractor is None:
+        return bundle
+    checker = WeightedPart(_checker_kind(), find_weights(folder / "safety_checker"), dtype)
+    return replace(bundle, parts={**bundle.parts, "safety_checker": checker})
 
 
 def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -247,3 +190,21 @@ def _checker_kind() -> Any:
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 
     return StableDiffusionSafetyChecker
+
+
+def _checked(checker: Any, feature_extractor: Any, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
+    pil_images = [Image.fromarray(image) for image in to_rgb(images)]
+    pixels = feature_extractor(pil_images, return_tensors="pt").pixel_values
+    parameter = next(checker.parameters())
+    checked, flags = checker(
+        images=images.clone(), clip_input=pixels.to(device=parameter.device, dtype=parameter.dtype)
+    )
+    return cast("torch.Tensor", checked), tuple(bool(flag) for flag in flags)
+
+
+def safety_of(bundle: UNetBundle) -> SafetyChecker | None:
+    """Return the bundle's checker, or None with a line in the log: the folder has none or it was switched off."""
+    if bundle.safety_checker is None:
+        _log.info("%s: no safety checker", bundle.folder)
+        return None
+    return partial(_checked, bundle.safety_checker, bundle.feature_extractor)

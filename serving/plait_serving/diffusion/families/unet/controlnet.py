@@ -1,4 +1,5 @@
-"""One diffusers ControlNet: the control image is embedded once per request, then residuals for batches of rows.
+"""One diffusers ControlNet in this process: the control image is embedded once per request, then residuals for batches
+of rows.
 
 Calls are in `Constants` as their sessions. Shapes: a call has R rows of `sample (R, c, h, w)`; B is the sum of R over
 a batch; E the width of the embedding.
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,31 @@ from plait_kernels.device_errors import is_device_lost, is_out_of_memory
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back, graph_memory
-from plait_serving.diffusion.controlnet.rows import Constants, batch_key, check_image
+from plait_serving.diffusion.controlnet.sessions import Constants, batch_key, check_image
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.encoders import WeightedPart
-from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
+from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, convert_behind, opened
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.rows import in_groups
 from plait_serving.diffusion.families.unet.computations import ADDED, ControlNetTrunk, controlnet_computation
 from plait_serving.diffusion.families.unet.config import check_controlnet
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.memory import check_memory
-from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
+from plait_serving.diffusion.protocols import (
+    Answers,
+    Conditioning,
+    ControlCall,
+    ControlNetClient,
+    ControlSession,
+    Residuals,
+)
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.diffusion.weight_files import find_weights
 
 
-class ControlNetModelRunner:
-    """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
+class ControlNetModelRunner(ControlNetClient):
+    """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights. It computes when an answer is
+    awaited: on one device a ControlNet and the UNet's encoder half would only alternate.
 
     A batch with a call that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
     weights) whose `controlnet_cond_embedding` passes through the embedding that `embed` made earlier. That embedding
@@ -47,13 +56,19 @@ class ControlNetModelRunner:
     """
 
     def __init__(
-        self, model: ControlNetModel, *, dtype: torch.dtype | None = None, weights: ResidentWeights | None = None
+        self,
+        model: ControlNetModel,
+        *,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+        weights: ResidentWeights | None = None,
     ) -> None:
         """Take a loaded model in its final place.
 
         `dtype` is what it computes in; None: its parameters'. `weights` brings them into memory when torch is to run
         it; None: they are there.
         """
+        self.name = name
         # Asked once: each question walks all modules, and a step asks eight times.
         self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
@@ -104,7 +119,7 @@ class ControlNetModelRunner:
             pixels = torch.flip(pixels, dims=[1])
         return self.model.controlnet_cond_embedding(pixels)  # type: ignore[no-any-return]
 
-    def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
+    def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
         """Return what a request's steps share, on the model's device. Raises `RequestError`, `ModelError`."""
         self._check_text(conditioning)
         there = Conditioning(
@@ -113,6 +128,16 @@ class ControlNetModelRunner:
             n=conditioning.n,
         )
         return Constants(embedding=self.embed(image, width, height), conditioning=there)
+
+    def start(self, calls: Sequence[ControlCall]) -> Answers:
+        """Return what computes the calls."""
+        return partial(self.try_residuals, calls)
+
+    def close(self, session: ControlSession) -> None:
+        """Do nothing: the constants go with the last reference."""
+
+    def shutdown(self) -> None:
+        """Do nothing: so do the weights."""
 
     @torch.inference_mode()
     def residuals(self, calls: Sequence[ControlCall]) -> list[Residuals]:
@@ -202,55 +227,44 @@ class ControlNetModelRunner:
 def load_controlnet(
     folder: Path,
     *,
+    name: str = "",
     dtype: torch.dtype,
     device: str = "cpu",
-    base: Mapping[str, Any] | None = None,
-    vae_factor: int | None = None,
     preparer: Preparer | None = None,
     adopted: Callable[[], None] = lambda: None,
     graphs: bool = False,
 ) -> ControlNetModelRunner:
     """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`.
 
-    It is checked against `base` (a UNet's configuration) and `vae_factor` if given. With `preparer`, its program runs
-    at once if it was converted before, else as soon as it is, from another thread; `adopted` is called then.
-    `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
+    With `preparer`, its program runs at once if it was converted before, else as soon as it is, from another thread;
+    `adopted` is called then. `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
     """
-    check_controlnet(folder, base=base, vae_factor=vae_factor)
+    check_controlnet(folder)
     part, target = WeightedPart(ControlNetModel, find_weights(folder), dtype), torch.device(device)
 
-    def compute(model: ControlNetModel) -> Computation:
-        return ControlNetModelRunner(model, dtype=dtype).computation()
+    def adopt(runner: ControlNetModelRunner, programs: Sequence[PreparedProgram]) -> None:
+        runner.adopt(*programs)
+        adopted()
 
-    program = preparer.open(part, "controlnet", compute) if preparer is not None else None
-    if program is None:
+    computes = {"controlnet": lambda model: ControlNetModelRunner(model, dtype=dtype).computation()}
+    programs = opened(preparer, part, computes)
+    if not programs:
         check_memory(str(folder), part.nbytes, target)
-    model: Any = part.load(target) if program is None else part.mapped()
+    model: Any = part.mapped() if programs else part.load(target)
     weights = ResidentWeights(
         model,
         name=f"ControlNet {folder.name}",
         part=part,
-        resident=program is None,
+        resident=not programs,
         always=("controlnet_cond_embedding",),
     )
-    runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
+    runner = ControlNetModelRunner(model, name=name, dtype=dtype, weights=weights)
     if graphs:
         runner.adopt(runner.graphed(graph_memory(runner.device)), live=True)
-    elif program is not None:
-        runner.adopt(program)
-        adopted()
+    elif programs:
+        adopt(runner, programs)
     elif preparer is not None:
-        runner_of = weakref.ref(runner)
-
-        def make() -> None:
-            if runner_of() is None:
-                return  # it has left with its model
-            program = preparer.make(part, "controlnet", compute)
-            if (here := runner_of()) is not None:
-                here.adopt(program)
-                adopted()
-
-        behind(f"ControlNet {folder.name}", make)
+        convert_behind(preparer, part, computes, runner, adopt)
     return runner
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
 
 import torch
 
@@ -23,7 +22,7 @@ from plait_serving.diffusion.families.rows import (
     in_groups,
     with_extra,
 )
-from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle
+from plait_serving.diffusion.families.unet.bundle import UNetBundle, safety_of
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.controls import control_answers
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
@@ -37,7 +36,6 @@ from plait_serving.diffusion.families.unet.halves import (
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
 from plait_serving.diffusion.families.unet.samplers import Sampler, sampler_of
-from plait_serving.diffusion.families.unet.vae import decode_latents, encode_image, safety_of
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
@@ -56,7 +54,7 @@ class UNetDenoiser:
 
     def __init__(
         self,
-        bundle: Bundle,
+        bundle: UNetBundle,
         *,
         exact: Callable[[], Exact] = lambda: Exact.ALWAYS,
         tokens: PromptTokens | None = None,
@@ -65,7 +63,7 @@ class UNetDenoiser:
         `exact` is read at every step. `tokens`: those of the bundle's tokenizers, if others use these as well.
         """
         self.bundle, self.inpaints = bundle, bundle.inpaints
-        self._unet = cast("Any", bundle.unet)
+        self._unet = bundle.unet
         self._fusion: Fusion | None = fuse_(bundle.unet) if is_gpu(bundle.device) else None
         self._exact = exact
         self._fuses()
@@ -80,25 +78,22 @@ class UNetDenoiser:
             bundle.vae, name="the VAE", part=bundle.parts["vae"], resident="vae" not in bundle.mapped
         )
         assert bundle.encoders is not None
-        self.merger = Merger({DENOISER: bundle.unet}, before_write=self._weights.take)
+        self.merger = Merger({bundle.denoiser: bundle.unet}, before_write=self._weights.take)
         self.text_merger = bundle.encoders.merger
         self._prompts = PromptEncoder(bundle, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
-        self._factors = FactorStore(DENOISER)
+        self._factors = FactorStore(bundle.denoiser)
         self._vae: PreparedProgram | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
-        """Run steps through prepared programs from the next one on."""
+        """Run steps through programs from the next one on; unless they read the UNet's own weights (`live`), give the
+        memory of those back. Between two steps."""
+        if not halves.live and self._weights.resident:
+            self.merger.forget()
+            self._weights.release()
         self._halves = halves
-        self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
-
-    def take_over(self, halves: CompiledHalves) -> None:
-        """Run steps through programs from the next one on, and give back the memory of the UNet's weights. Between two
-        steps."""
-        self.merger.forget()
-        self.adopt(halves)
-        self._weights.release()
+        self._factors = FactorStore(self.bundle.denoiser, halves.encoder.layers, halves.decoder.layers)
 
     def adopt_vae(self, vae: PreparedProgram) -> None:
         """Decode through a prepared program from now on."""
@@ -113,14 +108,9 @@ class UNetDenoiser:
         offered = self._halves is not None and self._halves.offered
         return offered and self._exact() is not Exact.ALWAYS and all(map(self._factors.takes, weights))
 
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return `(c, h, w)` of one image's latents; pixels are rounded down to whole latents, like in diffusers."""
-        factor = self.bundle.vae_factor
-        return self.bundle.latent_channels, height // factor, width // factor
-
     def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> Sampler:
         """Return the sampler of a request's images with these seeds. Raises `RequestError`."""
-        bundle, shape = self.bundle, self.latent_shape(request.width, request.height)
+        bundle, shape = self.bundle, self.bundle.latent_shape(request.width, request.height)
         return sampler_of(
             bundle.scheduler_config, request, seeds, shape=shape, dtype=bundle.dtype, device=bundle.device
         )
@@ -133,7 +123,7 @@ class UNetDenoiser:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
         self._vae_weights.take()
         with torch.inference_mode():
-            return encode_image(self.bundle, pixels)
+            return self.bundle.encode(pixels)
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
@@ -141,7 +131,7 @@ class UNetDenoiser:
         if program is None:
             self._vae_weights.take()
         with torch.inference_mode(), nullcontext() if program is None else one_thread():
-            return decode_latents(self.bundle, latents, program)
+            return self.bundle.decode(latents, program)
 
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:

@@ -16,7 +16,7 @@ import torch
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.encoders import Call, EncodedText, Outputs, TextEncoding
-from plait_serving.diffusion.families.unet.bundle import Bundle
+from plait_serving.diffusion.families.unet.bundle import UNetBundle
 from plait_serving.diffusion.families.unet.config import UNetKind
 from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
@@ -28,16 +28,16 @@ class PromptEncoder:
     """Encodes with the current weights of a bundle's text encoders. Compute thread only, except `tokens` and `size`,
     for which an outline will do."""
 
-    def __init__(self, bundle: Bundle, *, tokens: PromptTokens | None = None) -> None:
+    def __init__(self, bundle: UNetBundle, *, tokens: PromptTokens | None = None) -> None:
         """Take the bundle. `tokens`: those of its tokenizers, if others use these as well."""
         self._bundle = bundle
         self._is_xl = bundle.kind is UNetKind.SDXL
-        self.tokens = PromptTokens(bundle.tokenizers) if tokens is None else tokens
+        self.tokens = PromptTokens(bundle.tokenizers.values()) if tokens is None else tokens
 
     def size(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError` if the text encoders have too few layers
         for its `clip_skip`."""
-        layers = min(int(part.config.num_hidden_layers) for part in self._bundle.texts.values())
+        layers = min(int(part.config.num_hidden_layers) for part in self._bundle.clips.values())
         layers -= self._is_xl  # SDXL reads the layer before the last even without
         if request.clip_skip > layers:
             raise RequestError(f"this model's text encoders can leave out at most {layers} layers", param="clip_skip")
@@ -77,11 +77,11 @@ class PromptEncoder:
     def call(self, index: int, chunk: Chunk, skip: int) -> Call:
         """Return the call by which a text encoder reads a chunk, as one row: larger batches would round differently
         from diffusers."""
-        name, part = list(self._bundle.texts.items())[index]
+        name, part = list(self._bundle.clips.items())[index]
         if self._is_xl:
             return Call(name, chunk.ids, skip, weights=chunk.weights)
         # A mask shows all up to the end token, like the tokenizer's own.
-        end = self._bundle.tokenizers[index].eos_token_id
+        end = self._bundle.tokenizers[name].eos_token_id
         seen = chunk.ids.index(end) + 1 if getattr(part.config, "use_attention_mask", False) else None
         return Call(name, chunk.ids, skip, is_last=True, seen=seen, weights=chunk.weights)
 

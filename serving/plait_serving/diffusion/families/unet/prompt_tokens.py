@@ -7,7 +7,7 @@ split into several chunks; nothing is cut off.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,7 +52,7 @@ class PromptTokens:
     of their callers, and a tokenizer takes one call at a time. What is known waits for none: the compute thread asks
     for what was measured."""
 
-    def __init__(self, tokenizers: Sequence[Any], *, max_words: int | None = None) -> None:
+    def __init__(self, tokenizers: Iterable[Any], *, max_words: int | None = None) -> None:
         """`max_words`: prompts of more will be refused; of one that is far longer only the beginning is read."""
         self._tokenizers = tuple(tokenizers)
         self._max_words = max_words

@@ -7,7 +7,7 @@ plait.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,11 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.config import VAE, kind_of_file
 from plait_serving.diffusion.families.unet.scheduler import EDM
-from plait_serving.diffusion.loading import on_meta, translate
+from plait_serving.diffusion.loading import translate
 from plait_serving.diffusion.lora.container import Header
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName
-from plait_serving.diffusion.published.configs import build_on_meta, write_configs
 from plait_serving.diffusion.sources.file_kinds import DENOISER, read_json
-from plait_serving.diffusion.sources.parts import beside_file, check_configs, copy_configs, write_part
+from plait_serving.diffusion.sources.parts import beside_file, check_configs, write_parts
 
 _log = logging.getLogger(__name__)
 
@@ -62,47 +61,45 @@ def convert(path: Path, header: Header, config: Path | None) -> Callable[[Path],
 
 def _write(path: Path, family: FamilyName, described: Architecture | Path, staged: Path) -> None:
     """Write a checkpoint into `staged`. `described`: by what its configurations are told."""
-    if isinstance(described, Architecture):
-        write_configs(described, staged, {part.folder: build_on_meta(part) for part in described.parts})
-    else:
-        copy_configs(described, staged, ("unet", "vae", "text_encoder", "text_encoder_2"))
     tensors = translate(path, lambda file: load_single_file_checkpoint(str(file), local_files_only=True))
+    parts = _parts(family)
+
+    def converted(name: str, module: nn.Module, _: Path) -> dict[str, torch.Tensor]:
+        own = {key: tensor for key, tensor in tensors.items() if key.startswith(parts[name][1])}
+        found = _converted(own, module, parts[name][1])
+        if name == "unet" and len(own) != len(found):  # the others hold what nothing needs
+            raise ModelError(f"{path}: of the UNet's {len(own)} weights, {len(own) - len(found)} have no place")
+        return found
+
     try:
-        for name, kind, prefix in _parts(family):
-            module = translate(staged / name, partial(on_meta, kind))
-            found = translate(path, partial(_converted, tensors, module, prefix))
-            held = sum(key.startswith(prefix) for key in tensors)
-            if prefix == DENOISER and held != len(found):  # the others hold what nothing needs
-                raise ModelError(f"{path}: of the UNet's {held} weights, {held - len(found)} have no place")
-            write_part(path, staged / name, module, found)
+        write_parts(path, staged, described, {name: kind for name, (kind, _) in parts.items()}, converted)
     except ModelError as error:
         raise error if isinstance(described, Path) else ModelError(f"{error.message}; {_ADVICE}") from error
 
 
-def _parts(family: FamilyName) -> Iterator[tuple[str, Any, str]]:
-    """Yield each part's folder and class, and what its keys begin with."""
-    yield "unet", UNet2DConditionModel, DENOISER
-    yield "vae", AutoencoderKL, VAE
+def _parts(family: FamilyName) -> dict[str, tuple[Any, str]]:
+    """Return each part's class, and what its keys begin with, by its folder."""
+    parts = {"unet": (UNet2DConditionModel, DENOISER), "vae": (AutoencoderKL, VAE)}
     if family is FamilyName.SDXL:
-        yield "text_encoder", CLIPTextModel, "conditioner.embedders.0.transformer."
-        yield "text_encoder_2", CLIPTextModelWithProjection, "conditioner.embedders.1.model."
+        parts["text_encoder"] = CLIPTextModel, "conditioner.embedders.0.transformer."
+        parts["text_encoder_2"] = CLIPTextModelWithProjection, "conditioner.embedders.1.model."
     elif family is FamilyName.SD21:
-        yield "text_encoder", CLIPTextModel, "cond_stage_model.model."
+        parts["text_encoder"] = CLIPTextModel, "cond_stage_model.model."
     else:
-        yield "text_encoder", CLIPTextModel, "cond_stage_model.transformer."
+        parts["text_encoder"] = CLIPTextModel, "cond_stage_model.transformer."
+    return parts
 
 
-def _converted(tensors: Mapping[str, torch.Tensor], module: nn.Module, prefix: str, _: Path) -> dict[str, torch.Tensor]:
+def _converted(own: dict[str, torch.Tensor], module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
     """Return the part with that prefix under diffusers' names, by diffusers' own functions."""
-    own = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     config: Any = module.config
     if prefix == DENOISER:
-        return dict(convert_ldm_unet_checkpoint(own, config=config))
+        return dict(convert_ldm_unet_checkpoint(dict(own), config=config))
     if prefix == VAE:
-        return dict(convert_ldm_vae_checkpoint(own, config=config))
+        return dict(convert_ldm_vae_checkpoint(dict(own), config=config))
     if prefix.endswith(".transformer."):
-        return dict(convert_ldm_clip_checkpoint(own))
-    return dict(convert_open_clip_checkpoint(module, own, prefix=prefix))
+        return dict(convert_ldm_clip_checkpoint(dict(own)))
+    return dict(convert_open_clip_checkpoint(module, dict(own), prefix=prefix))
 
 
 # ---- what the file does not hold -------------------------------------------------------------------------------------

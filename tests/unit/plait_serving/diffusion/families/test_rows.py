@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.families.unet import denoiser as unet
 from plait_serving.diffusion.families.unet.controlnet import load_controlnet
@@ -47,7 +46,7 @@ def denoiser(tiny_sd_folder):
 @pytest.fixture(scope="module")
 def real(tiny_sd_controlnets):
     """A ControlNet that works."""
-    return LocalControlNetClient("real", load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32))
+    return load_controlnet(tiny_sd_controlnets[0], name="real", dtype=torch.float32)
 
 
 def controlled(denoiser, *clients):

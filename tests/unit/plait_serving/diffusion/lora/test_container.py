@@ -5,14 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import math
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from plait_serving.diffusion.errors import LoraError
@@ -43,17 +40,23 @@ def raw_file(path: Path, table: object, data: bytes = b"") -> Path:
     return path
 
 
+def read(path: Path) -> tuple[container.Header, bytearray]:
+    """All of a file."""
+    with container.opened(path, max_bytes=CAP) as (header, data):
+        return header, data()
+
+
 def test_reads_what_safetensors_writes(tmp_path):
     """Every tensor comes back bit for bit, with the metadata."""
     from safetensors.torch import load_file
 
     path = good_file(tmp_path / "a.safetensors")
-    header, data = container.read(path, max_bytes=CAP)
+    header, data = read(path)
     expected = load_file(path)
     assert header.tensors.keys() == expected.keys()
     assert header.metadata == {"format": "pt", "x": "y"}
     for key, value in expected.items():
-        got = container.tensor(header, data, key)
+        got = container.tensor(header, data, key, container.ALPHA_DTYPES)
         assert got.dtype == value.dtype
         assert torch.equal(got, value)
 
@@ -66,14 +69,14 @@ def test_unaligned_tensors_are_read(tmp_path):
         "floats": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
     }
     path = raw_file(tmp_path / "a.safetensors", table, b"\x07" + wanted.numpy().tobytes())
-    header, data = container.read(path, max_bytes=CAP)
+    header, data = read(path)
     assert torch.equal(container.tensor(header, data, "floats"), wanted)
 
 
 def test_nothing_refers_to_the_file_once_it_is_read(tmp_path):
     """A file that is overwritten and cut in place changes no tensor that was read before."""
     path = good_file(tmp_path / "a.safetensors")
-    header, data = container.read(path, max_bytes=CAP)
+    header, data = read(path)
     before = container.tensor(header, data, "half").clone()
     with path.open("r+b") as file:
         file.write(b"\xff" * 64)
@@ -144,7 +147,7 @@ def test_damaged_headers_are_refused(tmp_path, table, data):
 
 @pytest.mark.parametrize(
     ("shape", "says"),
-    [([10**4299] * 200, "has 4300 digits"), ([1 << 62] * 40_000, "does not lie where it should")],
+    [([10**4299] * 200, "damaged.*out of range"), ([1 << 62] * 40_000, "damaged.*overflow")],
     ids=["long numbers", "many numbers"],
 )
 def test_sizes_cost_no_more_than_their_text(tmp_path, shape, says):
@@ -165,44 +168,14 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 def test_a_change_while_reading_is_noticed(tmp_path, monkeypatch):
     """Overwritten between header and data, the file is refused instead of mixed."""
     path = good_file(tmp_path / "a.safetensors")
-    load_json = container.load_json
+    described = container._described
 
-    def overwrite_first(*header, **how):
+    def overwrite_first(header):
         with path.open("r+b") as other:
             other.seek(-1, io.SEEK_END)
             other.write(b"\x55\x55")
-        return load_json(*header, **how)
+        return described(header)
 
-    monkeypatch.setattr(container, "load_json", overwrite_first)
+    monkeypatch.setattr(container, "_described", overwrite_first)
     with pytest.raises(LoraError, match="changed while"):
-        container.read(path, max_bytes=CAP)
-
-
-@given(st.lists(st.integers(0, 1 << 63), max_size=8), st.integers(0, 1 << 64))
-def test_the_product_is_the_product_up_to_the_limit(sizes, limit):
-    """Beyond it, it is one more."""
-    assert container.product(sizes, limit=limit) == min(math.prod(sizes), limit + 1)
-
-
-def test_the_product_stops_multiplying_where_it_is_larger():
-    """A hundred thousand sizes cost a hundred thousand comparisons, not a number of millions of digits."""
-    seen = []
-
-    class Size(int):
-        def __rmul__(self, other: int) -> int:
-            seen.append(other)
-            return other * int(self)
-
-    assert container.product([Size(1 << 62)] * 100_000, limit=1 << 40) == (1 << 40) + 1
-    assert len(seen) == 1
-    assert container.product([1 << 62] * 1000 + [0], limit=5) == 0
-
-
-def test_integers_have_a_size():
-    """The longest of 64 bits is read; longer ones are named and never become numbers. Floats are as ever, and objects
-    may be made by the caller."""
-    assert container.load_json('{"a": 1, "a": 2}', pairs=list) == [("a", 1), ("a", 2)]
-    assert container.load_json(f"[{2**63 - 1}, {-(2**63)}, 1.5, 1e30]") == [2**63 - 1, -(2**63), 1.5, 1e30]
-    for digits in (container.MAX_DIGITS + 1, 4_300, 1_000_000):
-        with pytest.raises(ValueError, match=rf"the integer 9{{{container.MAX_DIGITS}}}\.\.\. has {digits} digits"):
-            container.load_json(f'{{"shape": [{"9" * digits}]}}')
+        read(path)

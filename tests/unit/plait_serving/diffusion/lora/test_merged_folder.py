@@ -15,7 +15,7 @@ from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.lora.merged_folder import LoraFile, write_merged
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName
 from plait_serving.random_models.write import write_model
 from support.bundles import load_bundle
 from support.loras import delta, factors, kohya_tensors, write

@@ -6,8 +6,8 @@ import pytest
 
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import build_on_meta
+from plait_serving.random_models import LoraSpelling
 from plait_serving.random_models.loras import drawn_factors
-from plait_serving.random_models.names import LoraSpelling
 
 CLIP_L, CLIP_H, CLIP_BIG_G, VAE = 123_060_480, 340_387_840, 694_659_840, 83_653_863
 T5, VAE_16 = 4_762_310_656, 83_819_683

@@ -21,7 +21,7 @@ from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName
 from plait_serving.random_models.write import write_model
 from support.families import check_same_model, configurations, edit_json
 from support.ldm import config_of, original_names, original_vae

@@ -15,7 +15,7 @@ from plait_serving.diffusion.lora.container import TensorInfo
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
-from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models import DtypeName
 from plait_serving.random_models.write import write_model
 from support.families import check_same_model
 from support.original_flow import original_transformer, write_flow_file

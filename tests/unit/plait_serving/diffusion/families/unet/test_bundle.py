@@ -25,7 +25,7 @@ from plait_serving.diffusion.sources import hub
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import Scheduler
-from support.bundles import load_bundle
+from support.bundles import load_bundle, texts_of
 from support.denoise import make_request
 from support.families import edit_json
 from support.tiny import tiny_sd
@@ -43,9 +43,9 @@ def test_a_stable_diffusion_folder(tiny_sd_folder):
     """UNetKind, sizes and modes of what was loaded."""
     bundle = load_bundle(tiny_sd_folder)
     assert (bundle.kind, bundle.width, bundle.height, bundle.vae_factor) == (UNetKind.SD1, 32, 32, 2)
-    assert len(bundle.text_encoders) == len(bundle.tokenizers) == 1
+    assert len(texts_of(bundle)) == len(bundle.tokenizers) == 1
     assert bundle.safety_checker is None
-    parts = (bundle.unet, bundle.vae, *bundle.text_encoders)
+    parts = (bundle.unet, bundle.vae, *texts_of(bundle))
     assert not any(part.training or next(part.parameters()).requires_grad for part in parts)
 
 

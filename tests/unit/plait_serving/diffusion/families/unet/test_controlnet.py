@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import ControlNetModel
 
-from plait_serving.diffusion.controlnet.rows import batch_key
+from plait_serving.diffusion.controlnet.sessions import batch_key
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
 from plait_serving.diffusion.families.rows import in_groups
 from plait_serving.diffusion.families.unet import controlnet
@@ -35,7 +35,7 @@ def runner(sd: Path) -> ControlNetModelRunner:
 def _rows(runner: ControlNetModelRunner, asks: list[kit.ControlCase]) -> list[ControlCall]:
     return [
         ControlCall(
-            session=runner.constants(image=a.image, conditioning=a.conditioning, width=kit.SIZE, height=kit.SIZE),
+            session=runner.open(image=a.image, conditioning=a.conditioning, width=kit.SIZE, height=kit.SIZE),
             sample=a.sample,
             timestep=a.timestep,
             scale=a.scale,
@@ -119,7 +119,7 @@ def test_a_missing_folder_and_broken_weights_are_refused(sd: Path, tmp_path: Pat
 def test_latents_that_do_not_fit_the_image_are_refused(runner: ControlNetModelRunner) -> None:
     """As those of another family's."""
     ask = kit.make_ask(1, width=32)
-    constants = runner.constants(image=ask.image, conditioning=ask.conditioning, width=64, height=64)
+    constants = runner.open(image=ask.image, conditioning=ask.conditioning, width=64, height=64)
     with pytest.raises(ModelError, match="family"):
         runner.residuals([ControlCall(session=constants, sample=ask.sample, timestep=ask.timestep, scale=1.0)])
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from plait_serving.diffusion.decoding import to_rgb
+from plait_serving.diffusion.families.unet.bundle import safety_of
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
-from plait_serving.diffusion.families.unet.vae import safety_of
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import Scheduler
 from support.bundles import load_bundle

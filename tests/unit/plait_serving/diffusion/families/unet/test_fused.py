@@ -12,7 +12,6 @@ import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from torch import nn
 
-from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.families.unet import fused
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
@@ -164,7 +163,7 @@ def test_a_gpus_controlnet_computes_through_operators(tiny_sd_folder, tiny_sd_co
         patch.setattr(type(model), "device", torch.device("cuda"))
         runner = ControlNetModelRunner(model)
     runner.device = torch.device("cpu")
-    constants = runner.constants(image=control_image(1), conditioning=call.conditioning, width=32, height=32)
+    constants = runner.open(image=control_image(1), conditioning=call.conditioning, width=32, height=32)
     sample = torch.cat([call.sample] * 2)
     for exact in (True, False):
         rows = ControlCall(session=constants, sample=sample, timestep=call.timestep, scale=1.0, exact=exact)
@@ -177,7 +176,7 @@ def test_a_gpus_residuals_are_those_of_each_request(tiny_sd_folder, tiny_sd_cont
     """Several ControlNets, several requests: what a CPU adds, each to the rows of its request."""
     bundle = load_bundle(tiny_sd_folder)
     runner = load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32)
-    clients = {f"net-{i}": LocalControlNetClient(f"net-{i}", runner) for i in range(count)}
+    clients = {f"net-{i}": copy.copy(runner) for i in range(count)}
     refs = tuple(ControlRef(name=name, image=control_image(i), scale=0.3) for i, name in enumerate(clients))
     plain = UNetDenoiser(bundle)
     two = [first_call(plain, make_request(seed=seed, n=seed, controlnets=refs), clients) for seed in (1, 2)]

@@ -44,7 +44,7 @@ def test_a_prepared_step_and_decode_have_the_cores_to_themselves(tiny_sd_folder)
         denoiser.adopt(CompiledHalves(encoder=step, decoder=step))
         denoiser.adopt_vae(decode)
         request = make_request()
-        latents = torch.zeros(1, *denoiser.latent_shape(request.width, request.height))
+        latents = torch.zeros(1, *denoiser.bundle.latent_shape(request.width, request.height))
         call = StepCall(
             request=request, conditioning=prepared(denoiser, request), sample=latents, timestep=torch.tensor(1),
             controls=(), loras=(), merged=False,

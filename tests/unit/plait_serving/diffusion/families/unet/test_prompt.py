@@ -13,7 +13,7 @@ from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import word_ids
 from plait_serving.diffusion.values import LoraRef, PromptSyntax
-from support.bundles import load_bundle
+from support.bundles import load_bundle, texts_of
 from support.denoise import make_request, prepared
 
 LONG = "apple " * 80
@@ -100,7 +100,7 @@ def test_a_long_negative_prompt_lengthens_the_prompt(case):
 def calls(case):
     """The calls of text encoders from now on."""
     made = []
-    hooks = [each.register_forward_hook(lambda *call: made.append(call)) for each in case[0].text_encoders]
+    hooks = [each.register_forward_hook(lambda *call: made.append(call)) for each in texts_of(case[0])]
     yield made
     for hook in hooks:
         hook.remove()
@@ -109,7 +109,7 @@ def calls(case):
 def test_the_newest_chunks_are_remembered(case, calls):
     """So many bytes of what text encoders made."""
     bundle, encoder, _ = case
-    encoders = len(bundle.text_encoders)
+    encoders = len(texts_of(bundle))
     asked = [make_request(prompt=f"cat {i}", guidance_scale=1.0) for i in range(400 // encoders)]
     for one in asked:
         prepared(encoder, one)
@@ -137,7 +137,7 @@ def test_a_long_prompt_is_encoded_a_call_at_a_time(case):
     bundle, encoder, _ = case
     asked = make_request(prompt=LONG + "a cat", negative_prompt="dog")
     encoding = encoder.begin(asked)
-    encoders = len(bundle.text_encoders)
+    encoders = len(texts_of(bundle))
     assert encoding.calls_left == 4 * encoders  # two chunks of the prompt, "dog" and an empty one
     for _ in range(4 * encoders - 1):
         assert encoding.advance() is None
@@ -148,9 +148,9 @@ def test_a_long_prompt_is_encoded_a_call_at_a_time(case):
 def test_prompts_are_measured_in_words(case):
     """Begin, end and padding do not count; an end token inside a prompt is a word of it."""
     bundle, encoder, _ = case
-    end = bundle.tokenizers[0].eos_token
+    end = bundle.tokenizers["text_encoder"].eos_token
     size = encoder.size(make_request(prompt=LONG, negative_prompt=f"dog {end} dog"))
-    dogs = len(word_ids(bundle.tokenizers[0], [f"dog {end} dog"])[0])
+    dogs = len(word_ids(bundle.tokenizers["text_encoder"], [f"dog {end} dog"])[0])
     assert (size.words["prompt"], size.words["negative_prompt"], size.chunks) == (80, dogs, 4)
     assert encoder.size(make_request(prompt=LONG, guidance_scale=1.0)).chunks == 2
 
