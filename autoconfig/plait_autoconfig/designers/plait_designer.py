@@ -9,15 +9,13 @@ learned. Everything is evaluated on all cells: there is no inner search.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import threadpool_limits
 
 from plait_autoconfig.confidence import NOISE, log_losses, noise_of
 from plait_autoconfig.designers.uninformed import SobolDesigner
@@ -25,13 +23,17 @@ from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate import pooling
-from plait_autoconfig.surrogate.background import Background, Floats, Indices, margin_background, no_background
 from plait_autoconfig.surrogate.posterior import (
+    Background,
+    Floats,
+    Indices,
     Posterior,
     TrialData,
     expected_improvement,
     expected_regret,
     infer,
+    margin_background,
+    no_background,
     probability_above,
 )
 from plait_autoconfig.values import Cell, Config, TrialOutcome, cells_of
@@ -87,14 +89,14 @@ class PlaitDesigner(SobolDesigner):
     def pretrained(self) -> Pretrained:
         """What the library predicts before any trial; only for objectives with one goal."""
         self.objective.require_one_goal()
-        with one_thread():
+        with threadpool_limits(limits=1):
             return self._backgrounds(np.ones(1))
 
     def beliefs(self) -> Beliefs:
         """Return what the library and the trials so far imply for every cell: a pure function of them and the seed."""
         state = (len(self.trials), self.pending())
         if self._latest is None or self._latest[0] != state:
-            with one_thread():
+            with threadpool_limits(limits=1):
                 self._latest = state, self._believed()
         return self._latest[1]
 
@@ -274,22 +276,3 @@ def _standardised(values: Floats) -> Floats:
     if not known.size:
         return values
     return np.asarray((values - known.mean()) / (known.std() or 1.0))
-
-
-_controller = cache(ThreadpoolController)
-"""Finding the libraries takes milliseconds."""
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Limit numpy, scipy, scikit-learn and torch to one thread in this block, then restore the previous limits."""
-    torch = sys.modules.get("torch")  # whose import takes seconds, and which most designers do without
-    before = None if torch is None else torch.get_num_threads()
-    if torch is not None:
-        torch.set_num_threads(1)
-    try:
-        with _controller().limit(limits=1):
-            yield
-    finally:
-        if torch is not None:
-            torch.set_num_threads(before)
