@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.errors import PlaitError, read, told
+from plait.errors import PlaitError, read, told, write
 from plait_autoconfig.errors import LibraryError, TunerError
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def job_command(
     """Draft a job on the service of a past run: its knobs with the values that were measured, and its goal."""
     import yaml
 
-    from plait_autoconfig.drafting import draft_job
     from plait_autoconfig.jobs.job_file import parse_job
+    from plait_autoconfig.jobs.past_runs import draft_job
     from plait_loadtest import strict_yaml
     from plait_loadtest.load import builtin_names
 
@@ -129,13 +129,9 @@ def job_command(
     settings = draft_job(run, target=whose, scenario=load, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise PlaitError(f"{out} is there already; choose another --out") from error
-    except OSError as error:
-        raise PlaitError(f"{out} cannot be written: {error.strerror or error}") from error
+    if out.exists():
+        raise PlaitError(f"{out} is there already; choose another --out")
+    write(out, text)
     typer.echo(f"{out}: {len(settings['knobs'])} knobs; run it with `plait tune run {out}`")
 
 
