@@ -129,8 +129,9 @@ def _run(name: str, arguments: list[str]) -> int:
 
 @contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Have SIGTERM end the block as Ctrl-C does: what is half-written is removed, gigabytes of weights among it. A
-    command may have a handler of its own, which stays."""
+    """Have SIGTERM end the block as Ctrl-C does, also where SIGINT is ignored, as in the background of a script: what
+    is half-written is removed, gigabytes of weights among it, and servers that were started end. A command may have a
+    handler of its own, which stays."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
