@@ -24,14 +24,13 @@ import numpy as np
 from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.base import Designer, ServiceContext
 from plait_autoconfig.errors import Exhausted, JobBroken, NothingValid, OutsideSpace, TunerError
-from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
 from plait_autoconfig.jobs.records import GONE, Claim, Record, given_up, lost_as_crash, searched_trials
 from plait_autoconfig.jobs.reporting import read_state, used_seconds
-from plait_autoconfig.jobs.runner import ChildRunner
+from plait_autoconfig.jobs.runner import PARTING_S, ChildRunner
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import LEASE_S, JobStore

@@ -10,8 +10,7 @@ import pytest
 from plait.tuning.measure import usage
 from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits
 from plait.tuning.measure.load import LoadResult, failure_of
-from plait.tuning.measure.measurer import refused_start
-from plait.tuning.measure.trial import worst_metrics
+from plait.tuning.measure.measurer import refused_start, worst_metrics
 from plait.tuning.measure.usage import gpu_memory_bytes
 from plait_autoconfig.values import FailureKind
 from plait_loadtest.values import RunProgress
