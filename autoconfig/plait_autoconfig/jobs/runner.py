@@ -54,11 +54,8 @@ class ChildRunner:
     """Measures tasks in a process that is kept as long as it behaves, and replaced after it had to be killed. Used from
     one thread."""
 
-    def __init__(
-        self, source: MeasurerSource, spec: JobSpec, *, folder: Path, log: Path, held: tuple[int, ...] = ()
-    ) -> None:
-        """Create the runner. `held`: descriptors of locks that the process must also hold for as long as it lives."""
-        self._source, self._spec, self._folder, self._log, self._held = source, spec, folder, log, held
+    def __init__(self, source: MeasurerSource, spec: JobSpec, *, folder: Path, log: Path) -> None:
+        self._source, self._spec, self._folder, self._log = source, spec, folder, log
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._unrestored = False
@@ -124,7 +121,7 @@ class ChildRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(), *self._held),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is the parent's, and the whole group can be killed
             )
         self._connection = ours
