@@ -90,7 +90,7 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
                 return why
         return None
 
-    with UsageSampler(lambda: watch.pids) as sampler:
+    with UsageSampler(watch.pids) as sampler:
         session = run_scenario(scenario, on_progress=watch.show, stop_when=stop)
         used = sampler.used()
     summary, early = session.summary, session.result.abandoned

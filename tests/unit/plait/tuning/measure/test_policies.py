@@ -155,7 +155,7 @@ def test_what_a_process_used_that_ended_counts(monkeypatch: pytest.MonkeyPatch) 
     """As a server's worker that makes room for a new one: its seconds of before the load are not taken off."""
     seconds = {1: 100.0, 2: 5.0}
     monkeypatch.setattr(usage, "_cpu_s", lambda pid: seconds.get(pid, 0.0))
-    sampler = usage.UsageSampler(lambda: seconds)
+    sampler = usage.UsageSampler(seconds)
     seconds |= {1: 103.0, 2: 6.0}
     assert sampler.used().cpu_s == 4.0
     del seconds[1]
