@@ -227,15 +227,13 @@ class _TrialLoads:
 
     def offered(self) -> list[LoadResult]:
         """Run each scenario at the rate of the task, and say whether its SLO held."""
-        loads = self._each(
-            lambda scenario, watch: run_given(at_rate(scenario, self._task.rate_per_s, scenario.duration_s), watch)
-        )
-        held = all(
-            not load.ended_early and session.summary.total.slo_met for load in loads for session in load.sessions
-        )
-        return [
-            replace(load, metrics={**load.metrics, SLO_MET: float(held)}) if load.metrics else load for load in loads
-        ]
+
+        def run(scenario: Scenario, watch: Watch) -> LoadResult:
+            load = run_given(at_rate(scenario, self._task.rate_per_s, scenario.duration_s), watch)
+            held = not load.ended_early and bool(load.sessions[0].summary.total.slo_met)
+            return replace(load, metrics={**load.metrics, SLO_MET: float(held)}) if load.metrics else load
+
+        return self._each(run)
 
     def metrics(self, loads: Sequence[LoadResult]) -> dict[str, float]:
         """Return the metrics of all scenarios together, what they cost, and how many responses in time one unit of
