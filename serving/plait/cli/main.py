@@ -100,6 +100,7 @@ def _run(name: str, arguments: list[str]) -> int:
     from typer import BadParameter, TyperException
 
     from plait.errors import OrderError, PlaitError
+    from plait_autoconfig.errors import TunerError
     from plait_serving.diffusion.errors import EngineError
 
     try:
@@ -115,7 +116,7 @@ def _run(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("plait: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (PlaitError, EngineError) as error:
+    except (PlaitError, EngineError, TunerError) as error:
         print(f"plait {name}: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, OrderError) else EXIT_FAILED
     except TyperException as error:
