@@ -21,7 +21,6 @@ from plait.errors import PlaitError
 from plait.server.state import state_root
 from plait.tuning.measure.application import NotReady, RefusedStart, RunningApplication, compose_of
 from plait.tuning.measure.cost import cost_metrics
-from plait.tuning.measure.early_stop import Guard
 from plait.tuning.measure.load import LoadResult, Watch, failure_of, joined, look_s, rate_of, run_given, run_search
 from plait.tuning.measure.plait_subject import PlaitSubject
 from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
@@ -261,7 +260,7 @@ class _TrialLoads:
             there = with_address(scenario, running.url, running.prefix)
             watch = Watch(
                 show=_ticker(there, self._say),
-                stop=() if guard is None else (Guard(guard),),
+                stop=() if guard is None else (replace(guard),),
                 limit_s=self._until_s - time.monotonic(),
                 pids=self._pids,
             )
