@@ -191,10 +191,10 @@ def _effects(space: Space, objective: Objective, cells: Sequence[Cell]) -> np.nd
     designer = PlaitDesigner(space, objective, seed=0)
     for trial in (trial for cell in cells for trial in cell.trials):
         designer.tell(trial)
-    losses = designer.beliefs().loss.mean()[: len(designer.cells)]
+    losses = designer.beliefs().loss.mean()[: len(space.cells())]
     effects = []
     for name in space.by_name:
-        values = [cell.get(name) for cell in designer.cells]
+        values = [cell.get(name) for cell in space.cells()]
         means = {own: losses[[value == own for value in values]].mean() for own in set(values)}
         effects.append(np.var([means[value] for value in values]))
     return np.where(np.array(effects) > 1e-12, effects, 0.0)
