@@ -19,6 +19,7 @@ from fakes.bad_server import bad_server
 from plait.cli import main as root
 from plait.server import processes
 from plait.tuning.job.local_run import open_state
+from plait.tuning.measure import service_subject
 from plait.tuning.measure.application import NotReady, RefusedStart
 from plait.tuning.measure.service_subject import ServiceSubject
 from plait_autoconfig.errors import JobRefused
@@ -220,6 +221,19 @@ def test_who_did_not_get_his_own_configuration_back_is_told_and_gets_it_from_the
     assert (out / "measured.log").read_text().endswith("restore\nrestore\nclose\n")
     assert root.main(run) == 0  # and nothing is started any more
     assert (out / "measured.log").read_text().count("close") == 2
+
+
+def test_a_service_that_others_use_is_tuned_by_one_job_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever job it is; the second is told which process is at it. Another service is free, and so is this one
+    afterwards."""
+    monkeypatch.setattr(service_subject, "HAND_OVER_S", 0.0)
+    target = {"apply": [sys.executable], "url": "http://127.0.0.1:9"}
+    first = subject_of(folder, **target)
+    with pytest.raises(JobRefused, match=rf"target.apply: process {os.getpid()} tunes http://127.0.0.1:9 already"):
+        subject_of(folder, **target)
+    subject_of(folder, **{**target, "url": "http://127.0.0.1:8"}).close()
+    first.close()
+    subject_of(folder, **target).close()
 
 
 def test_a_hook_that_does_not_end_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

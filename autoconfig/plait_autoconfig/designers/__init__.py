@@ -7,7 +7,7 @@ because some need torch or Optuna.
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 from plait_autoconfig.errors import DesignerError, hint
@@ -31,8 +31,7 @@ DESIGNERS = tuple(_MAKERS)
 def maker_of(name: str) -> type[Designer]:
     """Return a designer; takes seconds if its modules are not imported yet. Raises as `check_name`."""
     check_name(name)
-    module, _, attribute = _MAKERS[name].partition(":")
-    return cast("type[Designer]", getattr(import_module(f"{__name__}.{module}"), attribute))
+    return cast("type[Designer]", resolve_name(f"{__name__}.{_MAKERS[name]}"))
 
 
 def check_name(name: str) -> None:

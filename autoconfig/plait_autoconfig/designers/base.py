@@ -36,7 +36,8 @@ class ServiceContext(TuningSubject):
 class Designer(ABC):
     """A search in one space. It is a state machine without clock or files; a seed makes it fully deterministic.
 
-    `library`: past runs of other services, usable or not. Cells are identified by their index in `cells`.
+    `library`: past runs of other services, usable or not. Cells are identified by their index in `cells`: those of the
+    space, then what else was measured, where these are a sample.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class Designer(ABC):
 
     @cached_property
     def features(self) -> NDArray[np.float64]:
-        """All cells as numbers, (N, D); see `Space.encode`."""
-        return self.space.encode(self.cells)
+        """All cells of the space as numbers, (N, D); see `Space.encode`."""
+        return self.space.encode(self.space.cells())
 
     def pending(self) -> tuple[int, ...]:
         """Return the cells that were asked for and have no trial yet, ascending."""
         return tuple(sorted(self._index[key] for key in self._pending))
 
     def index_of(self, config: Config) -> int | None:
-        """Return the index of a cell; None for a valid configuration that is not in the sample."""
+        """Return the index of a cell; None for a valid configuration that is neither in the sample nor measured."""
         return self._index.get(self.space.key(config))
 
     def nearest(self, config: Config, among: NDArray[np.intp]) -> int:
@@ -94,7 +95,7 @@ class Designer(ABC):
         open_cells = np.flatnonzero(np.fromiter(is_open, bool, len(self.cells)))
         if not open_cells.size:
             sample = "" if self.space.exhaustive else " of the sample"
-            raise Exhausted(f"all {len(self.cells)} cells{sample} were proposed")
+            raise Exhausted(f"all {len(self.space.cells())} cells{sample} were proposed")
         cell = self.cells[self._choose(open_cells)]
         self._pending.add(self.space.key(cell))
         return dict(cell)
@@ -112,6 +113,9 @@ class Designer(ABC):
         self.trials.append(replace(trial, config=config))
         self._pending.discard(key)
         self._counts[key] += 1 if trial.outcome.invalid else MAX_INVALID
+        if key not in self._index and not trial.outcome.invalid:
+            self._index[key] = len(self.cells)
+            self.cells = (*self.cells, config)
 
     def expect(self, configs: Iterable[Config]) -> None:
         """Take these, and nothing else, for what is being measured, whoever asked for it. What was asked for and will

@@ -9,15 +9,13 @@ learned. Everything is evaluated on all cells: there is no inner search.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import threadpool_limits
 
 from plait_autoconfig.confidence import NOISE, log_losses, noise_of
 from plait_autoconfig.designers.uninformed import SobolDesigner
@@ -25,16 +23,20 @@ from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate import pooling
-from plait_autoconfig.surrogate.background import Background, Floats, Indices, margin_background, no_background
 from plait_autoconfig.surrogate.posterior import (
+    Background,
+    Floats,
+    Indices,
     Posterior,
     TrialData,
     expected_improvement,
     expected_regret,
     infer,
+    margin_background,
+    no_background,
     probability_above,
 )
-from plait_autoconfig.values import Cell, Config, TrialOutcome, cells_of
+from plait_autoconfig.values import Cell, TrialOutcome, cells_of
 
 _HOPELESS = 0.05
 """Cells that are less likely to be feasible are proposed only when no others are left: what almost surely fails is not
@@ -77,24 +79,23 @@ class PlaitDesigner(SobolDesigner):
         self, space: Space, objective: Objective, *, pretrained: Pretrained | None = None, **given: Any
     ) -> None:
         super().__init__(space, objective, **given)
-        self._unknown_configs: list[Config] = []  # told, but not in the sample that stands for a large space
         self._pooled: dict[tuple[float, ...], Pretrained] = {}
         self._latest: tuple[object, Beliefs] | None = None
         if pretrained is not None:
-            self._pooled[(0.0, 1.0)] = pretrained
+            self._pooled[(float(len(self.cells)), 1.0)] = pretrained
 
     @property
     def pretrained(self) -> Pretrained:
         """What the library predicts before any trial; only for objectives with one goal."""
         self.objective.require_one_goal()
-        with one_thread():
+        with threadpool_limits(limits=1):
             return self._backgrounds(np.ones(1))
 
     def beliefs(self) -> Beliefs:
         """Return what the library and the trials so far imply for every cell: a pure function of them and the seed."""
         state = (len(self.trials), self.pending())
         if self._latest is None or self._latest[0] != state:
-            with one_thread():
+            with threadpool_limits(limits=1):
                 self._latest = state, self._believed()
         return self._latest[1]
 
@@ -162,10 +163,10 @@ class PlaitDesigner(SobolDesigner):
         return bool(self.context.costs) and len(self.objective.goals) == 1 and self.objective.goals[0].has_cost
 
     def _log_costs(self, observed: Sequence[Cell]) -> Floats:
-        """Return the log costs of the cells and the unknown cells; those of the latter as measured."""
+        """Return the log costs of all cells; as measured of those that are not of the space."""
         known = np.log(self.context.costs)
-        measured = {self.space.key(cell.config): cell.outcome for cell in observed}
-        own = pooling.log_costs([measured[self.space.key(config)] for config in self._unknown_configs])
+        measured = {self.index_of(cell.config): cell.outcome for cell in observed}
+        own = pooling.log_costs([measured[at] for at in range(len(known), len(self.cells))])
         return np.asarray(np.concatenate([known, np.where(np.isfinite(own), own, known.max())]) - known.mean())
 
     @cached_property
@@ -173,28 +174,20 @@ class PlaitDesigner(SobolDesigner):
         return usable_runs(self.library, self.space, self.objective)
 
     def _seen(self) -> tuple[Indices, tuple[Cell, ...]]:
-        """Return what was measured: indices into cells and unknown cells, and the cells themselves."""
+        """Return what was measured: the indices of the cells, and the cells themselves."""
         cells = cells_of(self.trials)
-        index = []
-        for cell in cells:
-            known = self.index_of(cell.config)
-            if known is None:
-                if cell.config not in self._unknown_configs:
-                    self._unknown_configs.append(cell.config)
-                known = len(self.cells) + self._unknown_configs.index(cell.config)
-            index.append(known)
-        return np.array(index, np.intp), cells
+        return np.array([self._index[self.space.key(cell.config)] for cell in cells], np.intp), cells
 
     def _backgrounds(self, weights: Floats) -> Pretrained:
-        """Return the backgrounds, computed once for each set of goal weights and unknown cells."""
-        key = (float(len(self._unknown_configs)), *weights.tolist())
+        """Return the backgrounds, computed once for each set of goal weights and cells."""
+        key = (float(len(self.cells)), *weights.tolist())
         if key not in self._pooled:
             self._pooled[key] = self._pool(weights)
         return self._pooled[key]
 
     def _pool(self, weights: Floats) -> Pretrained:
         rng = np.random.default_rng(0)  # what is learned from a library depends on the library alone
-        features = np.concatenate([self.features, self.space.encode(self._unknown_configs)])
+        features = np.concatenate([self.features, self.space.encode(self.cells[len(self.features) :])])
         if not self._past:
             return Pretrained(loss=no_background(features), margin=margin_background(features))
         now = self.context
@@ -274,22 +267,3 @@ def _standardised(values: Floats) -> Floats:
     if not known.size:
         return values
     return np.asarray((values - known.mean()) / (known.std() or 1.0))
-
-
-_controller = cache(ThreadpoolController)
-"""Finding the libraries takes milliseconds."""
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Limit numpy, scipy, scikit-learn and torch to one thread in this block, then restore the previous limits."""
-    torch = sys.modules.get("torch")  # whose import takes seconds, and which most designers do without
-    before = None if torch is None else torch.get_num_threads()
-    if torch is not None:
-        torch.set_num_threads(1)
-    try:
-        with _controller().limit(limits=1):
-            yield
-    finally:
-        if torch is not None:
-            torch.set_num_threads(before)

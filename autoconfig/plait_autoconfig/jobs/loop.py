@@ -7,16 +7,14 @@ proposed again.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -24,7 +22,6 @@ import numpy as np
 from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.base import Designer, ServiceContext
 from plait_autoconfig.errors import Exhausted, JobBroken, NothingValid, OutsideSpace, TunerError
-from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
@@ -72,13 +69,15 @@ def run_job(
 
     Call it again to resume, or in another process to help. `now`: seconds since 1970. `runner`: by default, a
     separate process for the measurer of `source`. Raises `JobRefused` before anything is measured, and `JobBroken`; the
-    state is then "failed".
+    state is then "failed". A service that others use is tuned by one at a time: while another worker lives, that is
+    told and nothing is changed.
     """
+    if store.spec.target.is_shared and (others := store.workers(now_s=now())):
+        raise JobBroken(f"another process is tuning the live service of this job ({', '.join(others)})")
     store.note(cancelled=False, failure="", done="")
     worker = _JobWorker(store, on_event=on_event, stop=stop, now=now)
     try:
-        with ExitStack() as stack:
-            worker.run(source, runner, stack)
+        worker.run(source, runner)
     except _Stopped:
         pass
     except TunerError as error:
@@ -113,18 +112,15 @@ class _JobWorker:
         self._began_s = self._joined_s = now()
         self._used_before_s = 0.0
 
-    def run(self, source: MeasurerSource, runner: ChildRunner | None, stack: ExitStack) -> None:
-        """Join the job and measure until nothing is left to do; `stack` closes what this opens."""
-        self._store.join(self._name, now_s=self._joined_s)
-        stack.callback(self._store.leave, self._name)
-        held: tuple[int, ...] = ()
-        if self._spec.target.is_shared:
-            lock = exclusive_lock(self._store.folder / "live.lock", wait_s=2.0 * PARTING_S, tick=self._tick)
-            held = (stack.enter_context(lock),)
-        log = self._store.folder / "logs" / f"{self._name}.log"
-        self._runner = runner or ChildRunner(source, self._spec, folder=self._store.folder, log=log, held=held)
-        stack.callback(self._runner.finish)
-        self._work()
+    def run(self, source: MeasurerSource, runner: ChildRunner | None) -> None:
+        """Join the job and measure until nothing is left to do."""
+        with ExitStack() as stack:
+            self._store.join(self._name, now_s=self._joined_s)
+            stack.callback(self._store.leave, self._name)
+            log = self._store.folder / "logs" / f"{self._name}.log"
+            self._runner = runner or ChildRunner(source, self._spec, folder=self._store.folder, log=log)
+            stack.callback(self._runner.finish)
+            self._work()
 
     def _tick(self) -> None:
         """Say that this worker is alive; raise `_Stopped` if it is to end."""
@@ -324,30 +320,6 @@ class Proposals:
         regret = self._designer.expected_regret()
         said = f"the designer expects no more than {100.0 * regret:.2g} % to be left to gain"
         return said if regret < stop.expected_gain else ""
-
-
-@contextmanager
-def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> Iterator[int]:
-    """Hold a lock on a file and yield its descriptor; a process that inherits it holds the lock, too.
-
-    Waits for a holder that may be about to end, calling `tick` meanwhile. Raises `JobBroken` after `wait_s`.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-    try:
-        until = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    why = f"another process is tuning the live service of this job (it holds {path})"
-                    raise JobBroken(why) from None
-            tick()
-            time.sleep(0.1)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def to_beat(spec: JobSpec, records: Sequence[Record], kind: MeasurementKind) -> float | None:

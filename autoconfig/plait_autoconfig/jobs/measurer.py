@@ -1,4 +1,4 @@
-"""The interface between a job and what it tunes. A `Measurer` lives in a child process of its own (`child`, `runner`).
+"""The interface between a job and what it tunes. A `Measurer` lives in a child process of its own (`runner`).
 
 A factory `module:function` makes it; everything that crosses is JSON. Whatever goes wrong in it (an exception, a
 hang, being killed by the kernel) becomes the outcome of one trial, and the next trial gets a fresh child.
@@ -70,8 +70,8 @@ class Samples:
 class Measured:
     """The result of a task. `restarted`: deployments that had to be restarted. `artefacts`: files in the folder.
 
-    `load_s`: the part of `duration_s` that load tests took, warm-up included. `note`: a sentence for the table of
-    trials, such as why the load test was aborted.
+    `duration_s` is noted by who asked for it. `load_s`: the part of it that load tests took, warm-up included. `note`:
+    a sentence for the table of trials, such as why the load test was aborted.
     """
 
     outcome: TrialOutcome

@@ -1,34 +1,50 @@
-"""The parent's side of the measuring process: starts it, enforces limits, and turns its death into an outcome."""
+"""The measuring process, from both ends of its pipe: `ChildRunner` starts it, enforces limits and turns its death into
+an outcome; `main` is what runs in it. All that crosses is JSON.
+
+A request is the name of a method and its arguments; those of `check`, the first one, say also how the measurer is made.
+The reply is any number of `["say", text]` and one `["ok", result]`, `["refused", text]` or `["failed", outcome]`. When
+the job's process has died (end of file), the measurer is interrupted, restores and closes; once that is done, or after
+`PARTING_S`, the whole process group ends. Nothing outlives a `kill -9` of the job by more than that.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import queue
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
-from plait_autoconfig.errors import JobBroken, JobRefused
-from plait_autoconfig.jobs.child import PARTING_S
-from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
-from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, MeasurerSource, Say
+from plait_autoconfig.errors import JobBroken, JobError, JobRefused
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Measurer, MeasurerSource, Say
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, TrialOutcome, TuningSubject
 
+PARTING_S = 30.0
 _TICK_S = 0.2
-_TAIL_BYTES = 4000
-_FAILURES = {"memory": FailureKind.OUT_OF_MEMORY, "failed": FailureKind.CRASH}
-_MEASURED, _SUBJECT = TypeAdapter(Measured), TypeAdapter(TuningSubject)
+_TAIL_BYTES, _LAST_CHARS = 1 << 20, 4000
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|bad_alloc|Cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+_TASK, _MEASURED, _SUBJECT = TypeAdapter(MeasurementTask), TypeAdapter(Measured), TypeAdapter(TuningSubject)
+_OUTCOME = TypeAdapter(TrialOutcome)
 
 Tick = Callable[[], None]
 """Called about five times a second while waiting; an exception that it raises ends the wait and the child process."""
@@ -38,11 +54,8 @@ class ChildRunner:
     """Measures tasks in a process that is kept as long as it behaves, and replaced after it had to be killed. Used from
     one thread."""
 
-    def __init__(
-        self, source: MeasurerSource, spec: JobSpec, *, folder: Path, log: Path, held: tuple[int, ...] = ()
-    ) -> None:
-        """Create the runner. `held`: descriptors of locks that the process must also hold for as long as it lives."""
-        self._source, self._spec, self._folder, self._log, self._held = source, spec, folder, log, held
+    def __init__(self, source: MeasurerSource, spec: JobSpec, *, folder: Path, log: Path) -> None:
+        self._source, self._spec, self._folder, self._log = source, spec, folder, log
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._unrestored = False
@@ -108,7 +121,7 @@ class ChildRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(), *self._held),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is the parent's, and the whole group can be killed
             )
         self._connection = ours
@@ -116,11 +129,11 @@ class ChildRunner:
     def _asked(
         self, request: tuple[Any, ...], limit_s: float, say: Say = lambda _: None, tick: Tick = lambda: None
     ) -> Any:
-        """Return the answer to a request (`child`). Raises `_NoAnswer` or `JobRefused`.
+        """Return the answer to a request. Raises `_NoAnswer` or `JobRefused`.
 
         An exception from `tick` ends the process in an orderly way, because it may have something to restore.
         """
-        kills, log_from = count_oom_kills(), _size(self._log)
+        kills, log_from = count_oom_kills(), size_of(self._log)
         try:
             until = time.monotonic() + limit_s
             next_tick = time.monotonic() + _TICK_S
@@ -130,8 +143,8 @@ class ChildRunner:
                     return answer
                 if kind == "refused":
                     raise JobRefused(answer)
-                if kind in _FAILURES:
-                    raise _NoAnswer(TrialOutcome.failed(_FAILURES[kind], answer))
+                if kind == "failed":
+                    raise _NoAnswer(_OUTCOME.validate_python(answer))
                 if kind == "gone":
                     code, lines = self._end(grace_s=1.0), last_lines(self._log, log_from)
                     raise _NoAnswer(outcome_of_exit(code, last_lines=lines, oom_kills=count_oom_kills() - kills))
@@ -173,7 +186,7 @@ class ChildRunner:
         connection.close()
         ended = _ends_within(process.pid, grace_s)
         self._unrestored = self._spec.target.is_shared and not ended
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         return process.wait()
 
@@ -199,14 +212,149 @@ def _ends_within(pid: int, limit_s: float) -> bool:
 
 def last_lines(log: Path, start: int) -> str:
     """Return the last lines written to the log since `start` (bytes)."""
+    lines = said_since(log, start)[-_LAST_CHARS:].splitlines()
+    return " | ".join([line.strip() for line in lines if line.strip()][-3:])
+
+
+def said_since(log: Path, start: int) -> str:
+    """Return what was written to the log since `start` (bytes); only the end of very much."""
     try:
         with log.open("rb") as file:
-            file.seek(max(start, _size(log) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            file.seek(max(start, size_of(log) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-3:])
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def size_of(log: Path) -> int:
+    """Return how many bytes the log has; 0 if there is none."""
+    return log.stat().st_size if log.exists() else 0
+
+
+# ---- why it ended ----------------------------------------------------------------------------------------------------
+
+
+def mentions_out_of_memory(text: str) -> bool:
+    """Return whether an error's text is one that Python, C++, PyTorch or CUDA gives for running out of memory."""
+    return _OUT_OF_MEMORY.search(text) is not None
+
+
+def outcome_of_exit(return_code: int, *, last_lines: str, oom_kills: int) -> TrialOutcome:
+    """Return the outcome of a trial whose process ended. `return_code`: negative for a signal, as in `subprocess`.
+
+    `oom_kills`: how often the kernel killed for memory on this machine during the trial (`count_oom_kills`).
+    """
+    said = f": {last_lines}" if last_lines else ""
+    if return_code == -signal.SIGKILL and oom_kills > 0:
+        detail = f"killed by the kernel, which ran out of memory{said}"
+        return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY, detail)
+    if mentions_out_of_memory(last_lines):
+        return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY, last_lines)
+    if return_code < 0:
+        name = signal.Signals(-return_code).name if -return_code in set(signal.Signals) else f"signal {-return_code}"
+        return TrialOutcome.failed(FailureKind.CRASH, f"the measuring process was ended by {name}{said}")
+    return TrialOutcome.failed(FailureKind.CRASH, f"the measuring process ended with code {return_code}{said}")
+
+
+def count_oom_kills(
+    *, vmstat: Path = Path("/proc/vmstat"), memory_events: Path = Path("/sys/fs/cgroup/memory.events")
+) -> int:
+    """Return how many processes the kernel has killed for memory since boot; 0 where it does not report that.
+
+    `vmstat` is the machine's, `memory_events` a container's.
+    """
+    return max(_counter(vmstat, "oom_kill"), _counter(memory_events, "oom_kill"))
+
+
+def _counter(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(words[1]) for line in lines if (words := line.split())[:1] == [name]), 0)
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+class _Child:
+    """A measurer and the requests for it, in the main thread of its process."""
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        self._tell = tell
+        self._measurer: Measurer | None = None
+
+    def answer(self, what: str, *arguments: Any) -> None:
+        """Carry out a request and report the result."""
+        try:
+            done = self._do(what, *arguments)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            self._tell(*_described(error))
+        else:
+            self._tell("ok", done)
+
+    def part(self) -> None:
+        """Restore and close, as far as that works."""
+        if self._measurer is None:
+            return
+        for act in (self._measurer.restore, self._measurer.close):
+            try:
+                act()
+            except Exception:
+                traceback.print_exc()
+
+    def _do(self, what: str, *arguments: Any) -> Any:
+        if what == "check":
+            factory, folder, given, spec = arguments
+            self._measurer = resolve_name(factory)(folder=Path(folder), **given)
+            arguments = (JobSpec.model_validate_json(spec),)
+        if what == "measure":
+            arguments = (_TASK.validate_python(*arguments), lambda text: self._tell("say", text))
+        return getattr(self._measurer, what)(*arguments)
+
+
+def _described(error: BaseException) -> tuple[str, str | TrialOutcome]:
+    """Return refused, and why; or failed, and as what."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, JobError):
+        return "refused", text
+    said = f"{type(error).__name__}: {text}"
+    is_memory = isinstance(error, MemoryError) or mentions_out_of_memory(said)
+    return "failed", TrialOutcome.failed(FailureKind.OUT_OF_MEMORY if is_memory else FailureKind.CRASH, said)
+
+
+def _listen(connection: Connection, requests: queue.SimpleQueue[Any], main: int) -> None:
+    """Pass requests on; at the end of file interrupt the main thread and give the group `PARTING_S` to end."""
+    with suppress(EOFError, OSError):
+        while True:
+            requests.put(from_json(connection.recv_bytes()))
+    threading.Timer(PARTING_S, os.killpg, (os.getpgid(0), signal.SIGKILL)).start()
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def main(descriptor: int) -> None:
+    """Answer requests until the other side of the pipe `descriptor` is closed."""
+    connection = Connection(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    writing = threading.Lock()
+
+    def tell(kind: str, what: Any) -> None:
+        with writing:
+            connection.send_bytes(to_json((kind, what)))
+
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    child = _Child(tell)
+    try:
+        listener = threading.Thread(target=_listen, args=(connection, requests, threading.get_ident()), daemon=True)
+        listener.start()
+        while True:
+            child.answer(*requests.get())
+    except (KeyboardInterrupt, OSError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child.part()
+    finally:
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # multiprocessing's sockets, which its own exit would remove
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.killpg(os.getpgid(0), signal.SIGKILL)  # threads and processes that the measurer left, and this one

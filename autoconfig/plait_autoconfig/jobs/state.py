@@ -159,3 +159,8 @@ class JobState:
     def recommendation(self) -> Recommendation | None:
         """The answer of a job with one goal."""
         return self.answers[0] if len(self.answers) == 1 else None
+
+    @property
+    def bests(self) -> tuple[Best, ...]:
+        """The best so far: one, or with several goals the front."""
+        return self.front or (() if self.best is None else (self.best,))

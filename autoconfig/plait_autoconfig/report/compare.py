@@ -74,9 +74,8 @@ def compare(states: Sequence[JobState]) -> JobsCompared:
 def finding(state: JobState) -> Finding:
     """Return the result of one job. A front is represented by the configuration that is best in its first goal."""
     first = state.spec.goal.goals[0]
-    answers, bests = state.answers, state.front or (() if state.best is None else (state.best,))
-    answer = min(answers, key=lambda each: first.loss(each.metrics), default=None)
-    best = min(bests, key=lambda each: first.loss(each.metrics), default=None)
+    answer = min(state.answers, key=lambda each: first.loss(each.metrics), default=None)
+    best = min(state.bests, key=lambda each: first.loss(each.metrics), default=None)
     gain = answer.gain if answer is not None else {}
     if answer is None and best is not None:
         gain = {metric: Interval(value=value) for metric, value in best.gain.items()}
@@ -107,32 +106,20 @@ def _uniquely_named(findings: Sequence[Finding]) -> list[Finding]:
     ]
 
 
-def comparison_text(found: JobsCompared) -> str:
-    """Return a table with one column per job, followed by what it means."""
-    rows = [("", [each.name for each in found.jobs]), *_rows(found.jobs)]
-    width = max(len(name) for name, _ in rows)
-    widths = [max(len(row[at]) for _, row in rows) for at in range(len(found.jobs))]
-    lines = [
-        "  ".join([name.ljust(width), *(text.ljust(each) for text, each in zip(row, widths, strict=True))]).rstrip()
-        for name, row in rows
-    ]
-    if found.differences:
-        lines.append(f"they also differ in {', '.join(found.differences)}")
-    return "\n".join([*lines, found.sentence])
-
-
-def _rows(findings: Sequence[Finding]) -> list[tuple[str, list[str]]]:
+def comparison_rows(findings: Sequence[Finding]) -> list[list[str]]:
+    """Return a table with one column per job; the heading comes first."""
     metrics = dict.fromkeys(name for each in findings for name in each.metrics)
     knobs = dict.fromkeys(name for each in findings for name in each.config or {})
     goals = dict.fromkeys(name for each in findings for name in each.gain)
     return [
-        ("result", [each.headline for each in findings]),
-        ("designer", [f"{each.designer}, seed {each.seed}" for each in findings]),
-        ("tried", [f"{each.tried} in {duration_text(each.used_s)}" for each in findings]),
-        ("how sure", [_how_sure(each) for each in findings]),
-        *((f"gain {name}", [_gain_text(each.gain.get(name)) for each in findings]) for name in goals),
-        *((name, [number(each.metrics.get(name)) for each in findings]) for name in metrics),
-        *((name, [_value(each.config, name) for each in findings]) for name in knobs),
+        ["", *(each.name for each in findings)],
+        ["result", *(each.headline for each in findings)],
+        ["designer", *(f"{each.designer}, seed {each.seed}" for each in findings)],
+        ["tried", *(f"{each.tried} in {duration_text(each.used_s)}" for each in findings)],
+        ["how sure", *(_how_sure(each) for each in findings)],
+        *([f"gain {name}", *(_gain_text(each.gain.get(name)) for each in findings)] for name in goals),
+        *([name, *(number(each.metrics.get(name)) for each in findings)] for name in metrics),
+        *([name, *(_value(each.config, name) for each in findings)] for name in knobs),
     ]
 
 

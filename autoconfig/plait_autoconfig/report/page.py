@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from plait_autoconfig.jobs.state import Interval, JobState, Recommendation
-from plait_autoconfig.report import figures, sections, tables
+from plait_autoconfig.report import figures, sections
 from plait_autoconfig.report.formatting import duration_text, gain_words, metric_unit, metric_words, sentence, with_unit
 from plait_report.page import footer, header, html_page, number, tiles
 
@@ -22,15 +22,15 @@ def report_page(state: JobState, *, command: str, made_by: str = "", job_text: s
     body = [
         _head(state),
         _tiles(state, answer),
-        tables.choices(state) if several else "",
-        tables.difference(state, answer) if answer is not None and not several else "",
-        tables.limits(state) if _nothing_kept(state) else "",
+        sections.choices(state) if several else "",
+        sections.difference(state, answer) if answer is not None and not several else "",
+        sections.limits(state) if _nothing_kept(state) else "",
         sections.progress(state),
         sections.trade_offs(state),
         sections.importance(state),
         sections.slices(state),
         sections.drift(state),
-        tables.all_trials(state) if state.rows else "",
+        sections.all_trials(state) if state.rows else "",
         sections.facts(state),
         sections.reproduction(command, job_text or sections.job_text(state)),
         footer(made_by),
@@ -86,7 +86,7 @@ def _answered(state: JobState) -> tuple[str, str]:
 
 
 def _nothing_kept(state: JobState) -> bool:
-    return bool(state.rows) and not state.answers and state.best is None and not state.front
+    return bool(state.rows) and not state.answers and not state.bests
 
 
 def _head(state: JobState) -> str:

@@ -20,16 +20,20 @@ from sklearn.ensemble import ExtraTreesRegressor
 
 from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, Limit, Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.surrogate.background import (
+from plait_autoconfig.surrogate.posterior import (
     FREE_OFFSET_SD,
     MARGIN_OFFSET_SD,
+    SIZE,
     Background,
     Floats,
+    Hypotheses,
     Scales,
+    TrialData,
+    log_evidence,
+    matern_between,
     no_background,
     usual_scales,
 )
-from plait_autoconfig.surrogate.posterior import SIZE, Hypotheses, TrialData, log_evidence, matern_between
 from plait_autoconfig.values import Cell, TrialOutcome
 
 _TREES, _LEAF = 60, 2

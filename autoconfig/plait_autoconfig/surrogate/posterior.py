@@ -1,4 +1,13 @@
-"""What a few trials add to a `Background`: Gaussian processes, averaged over the possible sizes of its parts.
+"""What earlier services imply for a new one, on the cells of its space (a `Background`), and what a few trials add to
+it: Gaussian processes, averaged over the possible sizes of its parts.
+
+A quantity (log loss, or the margin to the limits) of a service is modelled as
+
+    offset + slope * mean(x) + sum_s c_s * deviations_s(x) + smooth(x) + own(x)
+
+`mean` is what services have in common, `deviations_s` how service s differed from it, `smooth` a Gaussian process
+over the knobs, `own` one independent effect per cell. `Scales` holds the typical size of each part. A background may
+mislead: `trust` is the prior probability that it helps at all; without it, mean and deviations are zero.
 
 Instead of optimising a single set of scales, a cloud of hypotheses is drawn around the usual ones, drawn again
 around those that explain the trials best, and the best few are averaged, weighted by how well they do. Each
@@ -8,7 +17,7 @@ gradients.
 Half of the cloud believes the background, half does not. The marginal likelihood of the halves determines the weight
 of the background: a misleading library loses its influence after a few trials.
 
-Symbols: n trials, N cells, D features, P hypotheses, K of them kept.
+Symbols: n trials, N cells, D features of a cell, S services, P hypotheses, K of them kept.
 """
 
 from __future__ import annotations
@@ -16,13 +25,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
 from scipy.special import ndtr, softmax
 
-from plait_autoconfig.surrogate.background import Background, Floats, Indices, Scales
+Floats: TypeAlias = NDArray[np.float64]
+Indices: TypeAlias = NDArray[np.intp]
 
+FREE_OFFSET_SD = 3.0
+"""The standard deviation of a service's level, in units of the typical spread over a space: practically
+unconstrained."""
+MARGIN_OFFSET_SD = 0.5
+"""The same of a margin, where -1 is a failure and 1 is far from every limit."""
 SLOPE_SD = 0.3  # spreads of services over the same space differ by about so much
 JITTER = 1e-6  # of a variance: what keeps a covariance invertible
 _BORDER = 1e100  # more than any squared norm, so that a bordered covariance is positive definite
@@ -31,6 +48,71 @@ SIZE = 48  # hypotheses of each half in each round
 _MANY = 40  # trials, from which on the cloud is thinner: they leave less to average over
 _LOST = 0.01  # a half with less weight than this has no say: it would pull by what it alone hopes for
 _PER_KEPT = 8  # hypotheses of a round, for each that is kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Logarithms of the typical sizes of the parts, `center` (3 + D,), and how far off they may be: `spread`, a
+    standard deviation.
+
+    In this order: of the coefficients c_s times sqrt(S); the standard deviations of `smooth` and of `own`; the length
+    scales of the smooth part (D,), in units of the encoded features.
+    """
+
+    center: Floats
+    spread: float
+
+
+def usual_scales(features: int, *, smooth: float = 1.0, own: float = 0.1, spread: float = 0.9) -> Scales:
+    """Return scales of which only the sizes are known, by default without a background. The length scales are half of a
+    cube's typical distance.
+
+    The distance of two random points of a D-cube is about sqrt(D / 6); length scales that grow with sqrt(D) keep a
+    Gaussian process informative in every dimension (Hvarfner et al., ICML 2024).
+    """
+    lengths = np.full(features, np.log(0.5 * np.sqrt(max(1, features))))
+    return Scales(center=np.concatenate([[0.0, np.log(smooth), np.log(own)], lengths]), spread=spread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Background:
+    """The background of one quantity; see the module docstring. `cells` (N, D), `mean` (N,), `deviations` (S, N); S may
+    be 0.
+
+    `unit`: how much of the raw quantity one unit of these numbers is. `scales` hold if the background helps, `cold`
+    if it does not. `offset_sd`: of the offset.
+    """
+
+    cells: Floats
+    mean: Floats
+    deviations: Floats
+    unit: float
+    trust: float
+    scales: Scales
+    cold: Scales
+    offset_sd: float = FREE_OFFSET_SD
+
+
+def no_background(cells: Floats) -> Background:
+    """Return the background without a library: a flat mean with no trust."""
+    return _flat(cells, 0.0, trust=0.0, scales=usual_scales(cells.shape[1]))
+
+
+def margin_background(cells: Floats) -> Background:
+    """Return the margin's background without a library: four cells in five are feasible, and neighbours are similar."""
+    usual = usual_scales(cells.shape[1], smooth=0.5, spread=0.5)
+    return _flat(cells, 0.6, trust=1.0, scales=usual, offset_sd=MARGIN_OFFSET_SD)
+
+
+def _flat(cells: Floats, mean: float, *, trust: float, scales: Scales, offset_sd: float = FREE_OFFSET_SD) -> Background:
+    count = len(cells)
+    return Background(
+        cells=cells, mean=np.full(count, mean), deviations=np.zeros((0, count)), unit=1.0, trust=trust,
+        scales=scales, cold=scales, offset_sd=offset_sd,
+    )  # fmt: skip
+
+
+# ---- what trials add -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

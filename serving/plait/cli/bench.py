@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -64,17 +63,11 @@ def bench(
         raise typer.Exit(2)
     options = {"models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data}
     given = {key: value for key, value in options.items() if value is not None}
-    # Servers that a benchmark started must not outlive it, however it is asked to end, in the background of a script
-    # too, where SIGINT is ignored.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with told(BenchError):
-            document = measure(
-                name, say=_say, rounds=rounds, quick=quick, workloads=workload or (), systems=system or (),
-                record=record, results=results, copy_of=at, **given,
-            )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with told(BenchError):
+        document = measure(
+            name, say=_say, rounds=rounds, quick=quick, workloads=workload or (), systems=system or (),
+            record=record, results=results, copy_of=at, **given,
+        )  # fmt: skip
     text = json.dumps(document, indent=1)
     if document["left_out"] and not document["rows"]:
         raise PlaitError("nothing was measured: " + "; ".join(document["left_out"].values()))

@@ -100,6 +100,7 @@ def _run(name: str, arguments: list[str]) -> int:
     from typer import BadParameter, TyperException
 
     from plait.errors import OrderError, PlaitError
+    from plait_autoconfig.errors import TunerError
     from plait_serving.diffusion.errors import EngineError
 
     try:
@@ -115,7 +116,7 @@ def _run(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("plait: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (PlaitError, EngineError) as error:
+    except (PlaitError, EngineError, TunerError) as error:
         print(f"plait {name}: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, OrderError) else EXIT_FAILED
     except TyperException as error:
@@ -129,8 +130,9 @@ def _run(name: str, arguments: list[str]) -> int:
 
 @contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Have SIGTERM end the block as Ctrl-C does: what is half-written is removed, gigabytes of weights among it. A
-    command may have a handler of its own, which stays."""
+    """Have SIGTERM end the block as Ctrl-C does, also where SIGINT is ignored, as in the background of a script: what
+    is half-written is removed, gigabytes of weights among it, and servers that were started end. A command may have a
+    handler of its own, which stays."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return

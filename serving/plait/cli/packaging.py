@@ -94,7 +94,7 @@ def cut_model(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show where a model is cut: what runs on which side, which tensors cross, and bytes per request."""
-    from plait.offline.cutting import SHOWN, dealt_tables, inspect_cut
+    from plait.offline.packaging import SHOWN, dealt_tables, inspect_cut
     from plait_disagg.graph.svg import cut_svg
 
     title, report = inspect_cut(model, cutter=cutter, candidates=candidates, ids_per_bag=_bags(bag))

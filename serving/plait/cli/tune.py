@@ -160,13 +160,18 @@ def compare_command(
     """Compare jobs side by side: what each found, how certain it is, and in how many trials."""
     from pydantic_core import to_jsonable_python
 
+    from plait.cli.models import table
     from plait.tuning.job.local_run import open_state
-    from plait_autoconfig.report.compare import compare, comparison_text
+    from plait_autoconfig.report.compare import compare, comparison_rows
 
     if len(jobs) < 2:
         raise typer.BadParameter("name two jobs or more", param_hint="JOBS")
     found = compare([open_state(job)[0] for job in jobs])
-    print(json.dumps(to_jsonable_python(found), indent=1) if as_json else comparison_text(found))
+    if as_json:
+        print(json.dumps(to_jsonable_python(found), indent=1))
+        return
+    differ = [f"they also differ in {', '.join(found.differences)}"] if found.differences else []
+    print(table(comparison_rows(found.jobs)), *differ, found.sentence, sep="\n")
 
 
 def _best(state: JobState) -> Any:

@@ -84,12 +84,8 @@ async def _make_all(
         tell()
         return result.images[0]
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(make(index, order)) for index, order in enumerate(orders)]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors  # the first to fail; the group has stopped the others
-    return [task.result() for task in tasks]
+    # Of those that fail the first is told; the runner, which is closed then, ends the others.
+    return await asyncio.gather(*(make(index, order) for index, order in enumerate(orders)))
 
 
 def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:

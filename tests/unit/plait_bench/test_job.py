@@ -62,11 +62,12 @@ def test_what_was_measured_is_printed_where_its_file_cannot_be_written(measured,
 def test_sigterm_ends_a_measurement_where_sigint_is_ignored(monkeypatch):
     """A shell ignores Ctrl-C for what it runs in the background: servers were left when such a run was ended."""
     monkeypatch.setattr(job, "measure", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         assert main(["bench", "images"]) == 130
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
 
 
 def test_a_missed_promise_is_exit_code_99(monkeypatch, capsys):

@@ -15,9 +15,8 @@ import yaml
 from plait.config import load_config, parse_config
 from plait.errors import PlaitError, told
 from plait.server.state import state_root
-from plait.tuning.forms import as_argv, as_environment, as_file
+from plait.tuning.forms import as_argv, as_environment, as_file, diff, with_settings
 from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
-from plait.tuning.yaml_edit import diff, with_settings
 from plait_autoconfig.jobs.spec import ServiceTarget, TuningTarget
 from plait_autoconfig.values import Value
 

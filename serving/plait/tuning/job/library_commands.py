@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.errors import PlaitError, read, told
-from plait_autoconfig.errors import LibraryError, TunerError
+from plait.errors import PlaitError, read, told, write
+from plait_autoconfig.errors import LibraryError
 
 if TYPE_CHECKING:
     from plait_autoconfig.library import LibraryRun
@@ -27,7 +27,6 @@ def library() -> None:
 
 
 @app.command("import")
-@told(TunerError)
 def import_command(
     source: Annotated[Path, typer.Argument(help="a CSV file with a header, or JSON lines as `export` writes them")],
     into: Annotated[Path, typer.Option(help="the library, made if it does not exist")] = Path("library.log"),
@@ -49,7 +48,6 @@ def import_command(
 
 
 @app.command("list")
-@told(TunerError)
 def list_command(
     library: Library, *, as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False
 ) -> None:
@@ -65,7 +63,6 @@ def list_command(
 
 
 @app.command("show")
-@told(TunerError)
 def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="as `list` prints it")]) -> None:
     """Print one run as JSON lines: the run, then its trials."""
     from plait_autoconfig.rows import dump_lines
@@ -74,7 +71,6 @@ def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="a
 
 
 @app.command("export")
-@told(TunerError)
 def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a file of JSON lines")]) -> None:
     """Write a library to JSON lines, to keep or to pass on."""
     from plait_autoconfig.store import write_library
@@ -85,14 +81,12 @@ def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a
 
 
 @app.command("merge")
-@told(TunerError)
 def merge_command(library: Library, other: Annotated[Path, typer.Argument(help="the library to add")]) -> None:
     """Add all runs of another library; what is there already is not added twice."""
     _add_all(other, into=library)
 
 
 @app.command("job")
-@told(TunerError)
 def job_command(
     library: Annotated[Path, typer.Argument(help="a library; or a CSV file, with --map, which becomes one beside it")],
     *,
@@ -113,8 +107,8 @@ def job_command(
     """Draft a job on the service of a past run: its knobs with the values that were measured, and its goal."""
     import yaml
 
-    from plait_autoconfig.drafting import draft_job
     from plait_autoconfig.jobs.job_file import parse_job
+    from plait_autoconfig.jobs.past_runs import draft_job
     from plait_loadtest import strict_yaml
     from plait_loadtest.load import builtin_names
 
@@ -129,13 +123,9 @@ def job_command(
     settings = draft_job(run, target=whose, scenario=load, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise PlaitError(f"{out} is there already; choose another --out") from error
-    except OSError as error:
-        raise PlaitError(f"{out} cannot be written: {error.strerror or error}") from error
+    if out.exists():
+        raise PlaitError(f"{out} is there already; choose another --out")
+    write(out, text)
     typer.echo(f"{out}: {len(settings['knobs'])} knobs; run it with `plait tune run {out}`")
 
 

@@ -68,10 +68,10 @@ def run(
 
 
 def open_state(job: Path) -> tuple[JobState, JobStore]:
-    """Open a job by its folder, or by its file if it was run in the default folder. Raises `PlaitError`."""
-    with told(TunerError):
-        store = JobStore.open(_folder_of(job))
-        return read_state(store), store
+    """Open a job by its folder, or by its file if it was run in the default folder. Raises `PlaitError` or
+    `TunerError`."""
+    store = JobStore.open(_folder_of(job))
+    return read_state(store), store
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def reported(store: JobStore) -> Iterator[None]:
     try:
         yield
     except TunerError:
-        with suppress(PlaitError):  # what failed first is told
+        with suppress(PlaitError, TunerError):  # what failed first is told
             if store.records():
                 write_report(store, path)
         raise
@@ -90,9 +90,8 @@ def reported(store: JobStore) -> Iterator[None]:
 
 
 def write_report(store: JobStore, path: Path) -> None:
-    """Write the report of the job's current state. Raises `PlaitError`."""
-    with told(TunerError):
-        write(path, report_of(store))
+    """Write the report of the job's current state. Raises `PlaitError` or `TunerError`."""
+    write(path, report_of(store))
 
 
 def report_of(store: JobStore) -> str:

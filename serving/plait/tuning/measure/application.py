@@ -6,10 +6,14 @@ knobs (`plait.deployments.effects`).
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from typing import TextIO, cast
 
 from plait.config import PlaitConfig
 from plait.deployments import Deployment, Effect, deployments, effects
@@ -21,9 +25,13 @@ from plait.server.ports import health, with_port
 from plait.targets import load_target
 from plait.tuning.measure.cost import ReservedResources, reserved
 from plait.tuning.measure.usage import pss_bytes, replica_pids
+from plait_autoconfig.jobs.runner import PARTING_S
 
 Compose = Callable[[PlaitConfig], Sequence[Deployment]]
 """Returns what is deployed for a configuration."""
+
+HAND_OVER_S = 2.0 * PARTING_S
+"""For how long one waits for the measuring process of a tuner that was killed: it gives back what it changed."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +47,30 @@ class RefusedStart(PlaitError):
 
 class NotReady(PlaitError):
     """The application did not come up in time."""
+
+
+class LiveBusy(PlaitError):
+    """Another process is tuning this service."""
+
+
+def alone_with(what: str, path: Path, *, wait_s: float) -> TextIO:
+    """Return a file whose lock says that this process tunes a service that others use; it is held until the file is
+    closed, or the process ends. Raises `LiveBusy` if another process still holds it after `wait_s`."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    file, until_s = path.open("a+"), time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                file.close()
+                raise LiveBusy(f"process {path.read_text()} tunes {what} already") from None
+            time.sleep(0.1)
+        else:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            return file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from plait.config import PlaitConfig, ServerSection, TuningSection, load_config
 from plait.errors import PlaitError, told
 from plait.precision import with_dtype
-from plait.tuning.measure.early_stop import GuardLimits
+from plait.tuning.measure.early_stop import Guard
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, TuningTarget, guard_limits
@@ -37,7 +37,7 @@ METRICS = frozenset(
 _API = {"images": "images", "recommend": "infer"}
 
 
-def prepare(spec: JobSpec, config: PlaitConfig) -> tuple[tuple[Scenario, ...], GuardLimits | None]:
+def prepare(spec: JobSpec, config: PlaitConfig) -> tuple[tuple[Scenario, ...], Guard | None]:
     """Check knobs, scenarios and guard against the configuration; return the scenarios, without an address, and the
     guard. Raises `JobRefused`."""
     assert isinstance(spec.target, TuningTarget)
@@ -120,7 +120,7 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
     return scenario
 
 
-def guard_of(spec: JobSpec) -> GuardLimits | None:
+def guard_of(spec: JobSpec) -> Guard | None:
     """Return the guard of a live service. Raises `JobRefused` for limits that cannot be watched while a load runs."""
     if not spec.target.live:
         return None
@@ -131,7 +131,7 @@ def guard_of(spec: JobSpec) -> GuardLimits | None:
         # What is seen while a load runs is the p95 of the last moments: a p99 is at least that, a p50 at most.
         name = "error_rate" if limit.metric == "error_rate" else "p95_ms"
         found[name] = min(limit.value, found.get(name, limit.value))
-    return GuardLimits(**found, every_s=spec.target.live.check_every_s)
+    return Guard(**found, every_s=spec.target.live.check_every_s)
 
 
 def max_replicas_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:

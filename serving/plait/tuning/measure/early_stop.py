@@ -6,8 +6,9 @@ return a reason to stop, or None.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from plait_loadtest.judging import percentile_of, slos_of
@@ -79,36 +80,33 @@ class EarlyStop:
         return (done - before) / max(now_s - since_s, 1e-3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardLimits:
-    """What users of a live service must not suffer, even during a trial. None: not watched. `every_s`: the check
-    interval."""
+@dataclass(kw_only=True)
+class Guard:
+    """A policy that ends a trial on a live service which breaches limits: what its users must not suffer, even during a
+    trial. None: not watched. `every_s`: the check interval.
+
+    One slow check may be chance; two in a row are a breach, and so is no answer at all for as long as two slow ones may
+    take. Each run has one of its own.
+    """
 
     p95_ms: float | None = None
     error_rate: float | None = None
     every_s: float = 0.0
-
-
-class Guard:
-    """A policy that ends a trial on a live service which breaches its limits. One slow check may be chance; two in a
-    row are a breach, and so is no answer at all for as long as two slow ones may take."""
-
-    def __init__(self, limits: GuardLimits) -> None:
-        self._limits = limits
-        self._slow_looks = 0
-        self._looked_s = -limits.every_s
-        self._answered_s = 0.0
-        self._done = self._errors = 0
+    _slow_looks: int = field(default=0, init=False)
+    _looked_s: float = field(default=-math.inf, init=False)
+    _answered_s: float = field(default=0.0, init=False)
+    _done: int = field(default=0, init=False)
+    _errors: int = field(default=0, init=False)
 
     def __call__(self, progress: RunProgress) -> str | None:
         """Return why the trial must end now, or None."""
-        if progress.elapsed_s - self._looked_s < self._limits.every_s:
+        if progress.elapsed_s - self._looked_s < self.every_s:
             return None
         self._looked_s = progress.elapsed_s
         return self._latency(progress) or self._failures(progress)
 
     def _latency(self, progress: RunProgress) -> str | None:
-        limit_ms = self._limits.p95_ms
+        limit_ms = self.p95_ms
         if limit_ms is None:
             return None
         if progress.recent_p95_ms is not None:
@@ -122,7 +120,7 @@ class Guard:
         return None
 
     def _failures(self, progress: RunProgress) -> str | None:
-        limit = self._limits.error_rate
+        limit = self.error_rate
         done, errors = progress.done - self._done, progress.errors - self._errors
         if limit is None or done < 5:
             return None

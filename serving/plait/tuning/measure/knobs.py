@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from plait.config import PlaitConfig, parse_config
 from plait.errors import ConfigError, PlaitError
-from plait.tuning.yaml_edit import KeyPath, set_at
+from plait.tuning.forms import KeyPath, set_at
 from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE, worker_name
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankModelSection

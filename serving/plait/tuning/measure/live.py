@@ -4,7 +4,7 @@ Before the first change its configuration is written to `<state root>/live/port-
 when the original, or a configuration that is meant to stay, is in force. The next process after a kill finds the
 note and rolls back. The note names the run of `plait serve`: a restarted server has its own configuration, and the
 note is stale. `python -m plait.tuning.measure.live PORT` does so, in a process of its own, because a process can attach
-to only one Ray.
+to only one Ray. Whoever tunes the server holds `port-<port>.lock` beside it, from before he attaches until he ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,10 @@ from plait.server import processes
 from plait.server.cluster import APP, Cluster
 from plait.server.environment import prepare_environment
 from plait.server.state import RunRecord, read_record, state_root, write_config
-from plait.tuning.measure.application import Compose, RunningApplication, compose_of
+from plait.tuning.measure.application import Compose, RunningApplication, alone_with, compose_of
 
 _ROLL_BACK_S = 120.0
 _RECOVER_S = 180.0
-
-
-class LiveBusy(PlaitError):
-    """Another process is tuning this service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +83,13 @@ def left_notes(root: Path) -> list[int]:
 class LiveServer(RunningApplication):
     """The server that `plait serve` runs on a port of this machine."""
 
-    def __init__(self, compose: Compose, *, root: Path, port: int) -> None:
+    def __init__(self, compose: Compose, *, root: Path, port: int, wait_s: float = 0.0) -> None:
         """Attach to the server's Ray, and roll back what a killed tuner has left. Raises `StateError` if no such server
-        runs, `LiveBusy` if another process is tuning it."""
-        self._path = note_path(root, port)
-        note = RollbackNote.read(self._path)
-        if note is not None and not note.is_left and note.owner.pid != os.getpid():
-            raise LiveBusy(f"process {note.owner.pid} tunes the server on port {port} already")
-        self._folder = root / f"port-{port}"
+        runs, `LiveBusy` if another process is tuning it, also after `wait_s`."""
+        self._path, self._folder = note_path(root, port), root / f"port-{port}"
         self._record = _record(root, port)
+        self._lock = alone_with(f"the server on port {port}", self._path.with_suffix(".lock"), wait_s=wait_s)
+        note = RollbackNote.read(self._path)
         self.original = running_config(root, port)
         if self._record.gcs_address is not None:
             prepare_environment(self._folder / "auth_token")
@@ -137,6 +131,7 @@ class LiveServer(RunningApplication):
     def close(self) -> None:
         """Disconnect from the service and leave it unchanged."""
         self.cluster.detach()
+        self._lock.close()
 
     def _roll_back_to(self, note: RollbackNote) -> None:
         if note.run_id == self._record.run_id:

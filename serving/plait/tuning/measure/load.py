@@ -17,7 +17,7 @@ import numpy as np
 
 from plait.tuning.measure.early_stop import EarlyStop, Guard
 from plait.tuning.measure.usage import ResourceUsage, UsageSampler
-from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
+from plait_autoconfig.jobs.runner import mentions_out_of_memory
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity
 from plait_autoconfig.values import FailureKind, TrialOutcome
@@ -90,7 +90,7 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
                 return why
         return None
 
-    with UsageSampler(lambda: watch.pids) as sampler:
+    with UsageSampler(watch.pids) as sampler:
         session = run_scenario(scenario, on_progress=watch.show, stop_when=stop)
         used = sampler.used()
     summary, early = session.summary, session.result.abandoned

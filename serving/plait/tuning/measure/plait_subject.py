@@ -8,12 +8,12 @@ from pathlib import Path
 from plait.config import PlaitConfig
 from plait.deployments import Effect, logical_cpus
 from plait.errors import StateError, told
-from plait.tuning.measure.application import Applied, Compose
+from plait.tuning.measure.application import HAND_OVER_S, Applied, Compose, LiveBusy
 from plait.tuning.measure.checks import max_replicas_config, prepare, target_config
 from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.cost import host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs
-from plait.tuning.measure.live import LiveBusy, LiveServer
+from plait.tuning.measure.live import LiveServer
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.spec import JobSpec, TuningTarget
 from plait_autoconfig.values import Config
@@ -40,7 +40,7 @@ class PlaitSubject:
         self.log_path = folder / "clone.log"
         if target.live:
             with told(LiveBusy, to=JobRefused), told(StateError, about="target.live", to=JobRefused):
-                self.running = LiveServer(compose, root=root, port=config.server.port)
+                self.running = LiveServer(compose, root=root, port=config.server.port, wait_s=HAND_OVER_S)
             config = self.running.original
             self.scenarios, self.guard = prepare(spec, config)
         else:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +22,7 @@ from plait.server.leftovers import clean_up_others
 from plait.server.ports import free_port
 from plait.server.state import PortState, RunRecord
 from plait.tuning.forms import as_argv, as_environment, as_file
-from plait.tuning.measure.application import Applied, NotReady, RefusedStart
+from plait.tuning.measure.application import HAND_OVER_S, Applied, LiveBusy, NotReady, RefusedStart, alone_with
 from plait.tuning.measure.checks import METRICS, check_metrics, scenarios_of
 from plait.tuning.measure.cost import ReservedResources, known_costs
 from plait.tuning.measure.quality import QUALITY_DRIFT
@@ -59,7 +61,10 @@ class ServiceSubject:
         self._changed = folder / "changed"  # as long as the hook has set anything but the reference
         self._run_id = secrets.token_hex(8)
         closing = {"connection": "close"}  # it may answer one connection at a time
-        self._client = httpx2.Client(timeout=_ANSWER_S, headers=closing, trust_env=False, follow_redirects=True)
+        client = httpx2.Client(timeout=_ANSWER_S, headers=closing, trust_env=False, follow_redirects=True)
+        self._held = ExitStack()
+        self._client = self._held.enter_context(client)
+        self._held.callback(self._written.unlink, missing_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._config: Config | None = None
         self._state: PortState | None = None
@@ -70,6 +75,10 @@ class ServiceSubject:
             self.unseen = frozenset({"cpu_cores", "used_cost_per_hour"})
             self.unseen |= {"memory_gib"} if target.reserves.memory_gib is None else set()
         self._check()
+        if target.apply:
+            path = root / "live" / f"{sha256(target.address.encode()).hexdigest()[:16]}.lock"
+            with told(LiveBusy, about="target.apply", to=JobRefused):
+                self._held.enter_context(alone_with(target.address, path, wait_s=HAND_OVER_S))
         self.costs = known_costs(spec, self._reserved_by)
         clean_up_others(root)
         if any("{port}" in each for each in (target.ready or "", target.address, *target.command)):
@@ -143,8 +152,7 @@ class ServiceSubject:
     def close(self) -> None:
         """End what the command started."""
         left = self._end()
-        self._client.close()
-        self._written.unlink(missing_ok=True)
+        self._held.close()
         state, self._state = self._state, None
         if state is not None:
             if not left:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -43,10 +43,10 @@ def replica_pids(app: str, *, run_id: str | None = None) -> dict[int, str]:
 
 
 class UsageSampler:
-    """Samples the processes returned by `pids` every half second for the duration of the block."""
+    """Samples these processes every half second for the duration of the block."""
 
-    def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
-        self._pids = tuple(pids())
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pids = tuple(pids)
         self._before_s = {pid: _cpu_s(pid) for pid in self._pids}
         self._cpu_s = dict(self._before_s)
         self._memory_bytes = 0

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
+from plait_autoconfig.jobs.runner import count_oom_kills, outcome_of_exit
 from plait_autoconfig.values import FailureKind
 
 

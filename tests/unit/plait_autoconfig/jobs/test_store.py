@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 
 from fakes.measurer import fake_measurer
 from plait_autoconfig.errors import JobBroken, JobRefused
-from plait_autoconfig.jobs.loop import MAX_LOST, exclusive_lock, run_job
+from plait_autoconfig.jobs.loop import MAX_LOST, run_job
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.records import Claim
 from plait_autoconfig.jobs.reporting import read_state, state_to_json
@@ -399,13 +399,17 @@ def test_a_reference_that_can_not_be_measured_ends_the_job(tmp_path):
 
 
 def test_a_live_service_is_tuned_by_one_process_at_a_time(tmp_path):
-    """The second is told who holds it; afterwards it is free."""
-    with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
-        with pytest.raises(JobBroken, match="another process is tuning the live service"):
-            with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
-                pass
-    with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None) as descriptor:
-        assert descriptor > 0
+    """The second is told who holds it, and the job goes on for the first as if nobody had come; afterwards it is
+    free."""
+    spec = job(target={"live": {"guard": ["p99_ms <= 900"]}})
+    store = JobStore.open_or_create(tmp_path, spec)
+    store.join("first", now_s=time.time())
+    store.note(cancelled=True)
+    with pytest.raises(JobBroken, match=r"another process is tuning the live service of this job \(first\)"):
+        run_directly(tmp_path, spec)
+    assert (store.facts().cancelled, store.facts().failure, store.records()) == (True, "", ())
+    store.leave("first")
+    assert run_directly(tmp_path, spec).phase == "finished"
 
 
 def test_a_live_service_is_left_with_the_best_configuration(tmp_path):

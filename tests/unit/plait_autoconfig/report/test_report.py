@@ -17,8 +17,8 @@ from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.state import Interval
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.objective import Goal, Objective
-from plait_autoconfig.report import charts, figures
-from plait_autoconfig.report.compare import compare, comparison_text
+from plait_autoconfig.report import figures
+from plait_autoconfig.report.compare import compare, comparison_rows
 from plait_autoconfig.report.figures import knob_importance
 from plait_autoconfig.report.formatting import change_text, gain_words, metric_title, with_unit
 from plait_autoconfig.report.page import report_page
@@ -173,15 +173,15 @@ def test_a_default_outside_the_space_is_no_cell(states):
 @pytest.mark.parametrize("values", [[], [5.0], [0.0, 0.0], [1.0, 2.0, 900.0], [-3.0, 4.0], [1e-9, 1e9]])
 def test_drawings_stay_inside_their_frame(frame, values):
     """Whatever the numbers: no dot outside, no division by nothing."""
-    dots = [charts.Dot(x=float(i), y=value, kind="ok", text="t") for i, value in enumerate(values)]
-    dots.append(charts.Dot(x=0.0, y=None, kind="failed", text="t"))
-    axes = charts.Axes(x="x", y="y", label="l")
+    dots = [figures.Dot(x=float(i), y=value, kind="ok", text="t") for i, value in enumerate(values)]
+    dots.append(figures.Dot(x=0.0, y=None, kind="failed", text="t"))
+    axes = figures.Axes(x="x", y="y", label="l")
     steps = [(0.0, Interval(value=value)) for value in values[:1]]
     for drawing in (
-        charts.best_so_far(dots, steps, axes, default=None, frame=frame),
-        charts.trade_off(dots, [], axes, limit=("p99", 3.0, True), frame=frame),
-        charts.knob_slice(dots, axes, frame=frame),
-        charts.drift([(0.0, 1.0, "t"), (2.0, 1.4, "t")], axes, bound=0.1, frame=frame),
+        figures.best_so_far(dots, steps, axes, default=None, frame=frame),
+        figures.trade_off(dots, [], axes, limit=("p99", 3.0, True), frame=frame),
+        figures.knob_slice(dots, axes, frame=frame),
+        figures.drift([(0.0, 1.0, "t"), (2.0, 1.4, "t")], axes, bound=0.1, frame=frame),
     ):
         for circle in ElementTree.fromstring(drawing).iter("circle"):
             assert frame.left <= float(circle.get("cx")) <= frame.width
@@ -308,10 +308,10 @@ def test_jobs_side_by_side(states):
     assert same.sentence.startswith("no difference beyond noise")
     once = compare([with_gain(state, 1.2, None, None), with_gain(state, 1.6, None, None)])
     assert "measured too seldom" in once.sentence
-    text = comparison_text(ahead)
-    assert ahead.jobs[1].headline == "60 % higher goodput per cost"
-    assert ahead.jobs[1].headline in text
-    assert all(len(line) < 200 for line in text.splitlines())
+    names, results, *rest = comparison_rows(ahead.jobs)
+    assert names == ["", "demo (1)", "demo (2)"]
+    assert results == ["result", ahead.jobs[0].headline, "60 % higher goodput per cost"]
+    assert all(len(row) == 3 for row in rest)
 
 
 def test_jobs_that_differ_in_what_they_ask_are_not_compared(states):

@@ -8,16 +8,18 @@ from scipy.stats import multivariate_normal
 
 from plait_autoconfig.objective import Goal, Limit, Objective
 from plait_autoconfig.surrogate import posterior
-from plait_autoconfig.surrogate.background import Background, margin_background, no_background
 from plait_autoconfig.surrogate.pooling import PastSource, margins, pool
 from plait_autoconfig.surrogate.posterior import (
+    Background,
     Posterior,
     TrialData,
     expected_improvement,
     expected_regret,
     infer,
     log_evidence,
+    margin_background,
     matern_between,
+    no_background,
     probability_above,
 )
 from plait_autoconfig.values import FailureKind, TrialOutcome

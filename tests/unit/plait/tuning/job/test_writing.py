@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError
-from plait.tuning.yaml_edit import with_settings
+from plait.tuning.forms import with_settings
 
 TEXT = """\
 # my server

@@ -12,7 +12,7 @@ import yaml
 import plait.tuning
 from fakes.tuned_app import job_text
 from plait.tuning.measure.checks import guard_of, max_replicas_config, prepare, target_config
-from plait.tuning.measure.early_stop import GuardLimits
+from plait.tuning.measure.early_stop import Guard
 from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import parse_job
@@ -96,7 +96,7 @@ def test_a_guard_watches_what_can_be_seen_while_a_load_runs() -> None:
     def guarded(*guard: str) -> JobSpec:
         return job(target={"app": "images", "live": {"guard": list(guard)}})
 
-    assert guard_of(guarded("p99_ms <= 300", "p95_ms <= 200", "error_rate <= 0.1")) == GuardLimits(
+    assert guard_of(guarded("p99_ms <= 300", "p95_ms <= 200", "error_rate <= 0.1")) == Guard(
         p95_ms=200.0, error_rate=0.1, every_s=1.0
     )
     assert guard_of(job()) is None

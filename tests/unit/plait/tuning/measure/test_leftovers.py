@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +18,11 @@ from plait.server.cluster import Cluster
 from plait.server.processes import ProcessId
 from plait.server.state import RunRecord, write_config
 from plait.tuning.measure import live
-from plait.tuning.measure.application import RunningApplication
+from plait.tuning.measure.application import LiveBusy, RunningApplication
 from plait.tuning.measure.clone import Clone
-from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path, running_config
+from plait.tuning.measure.live import LiveServer, RollbackNote, left_notes, note_path, running_config
+from support.forking import forked, killed
+from support.waiting import wait_for
 
 GONE = ProcessId(pid=2**22 - 1, start_ticks=1)
 
@@ -96,19 +100,36 @@ def test_a_note_says_whether_its_owner_is_gone(root: Path) -> None:
     assert RollbackNote.read(note_path(root, 4)) is None
 
 
-def test_a_live_server_is_tuned_by_one_at_a_time(root: Path) -> None:
-    """The second is told which process is at it."""
-    live_note(processes.identify(1)).write(note_path(root, 8000))
-    with pytest.raises(LiveBusy, match="process 1 tunes the server on port 8000 already"):
+def served(root: Path, port: int) -> None:
+    """What `plait serve` leaves on disk while it runs, as this process."""
+    (folder := root / f"port-{port}").mkdir(mode=0o700)
+    (folder / "run.json").write_text(RunRecord(run_id="r", url=f"http://127.0.0.1:{port}").to_json())
+    write_config(folder, dump_config(load_config(overrides=["images.knobs.threads=1"])))
+
+
+def test_a_live_server_is_tuned_by_one_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment when the first has come, long before it changes anything. The second is told which process is at
+    it; a server on another port is free, and so is this one when the first has left, or was killed."""
+    monkeypatch.setattr(Cluster, "attach", lambda config, port: SimpleNamespace(detach=lambda: None))
+    for port in (8000, 8001):
+        served(root, port)
+    first = LiveServer(compose, root=root, port=8000)
+    with pytest.raises(LiveBusy, match=f"process {os.getpid()} tunes the server on port 8000 already"):
         LiveServer(compose, root=root, port=8000)
+    LiveServer(compose, root=root, port=8001).close()
+    first.close()
+    killed_pid = forked(lambda: (LiveServer(compose, root=root, port=8000), (root / "at it").touch(), time.sleep(60.0)))
+    wait_for((root / "at it").exists)
+    with pytest.raises(LiveBusy, match=f"process {killed_pid} tunes"):
+        LiveServer(compose, root=root, port=8000)
+    killed(killed_pid)
+    LiveServer(compose, root=root, port=8000).close()
 
 
 def test_a_live_server_whose_new_configuration_cannot_be_noted_gets_its_own_back(root, monkeypatch):
     """On a full disk: what others read is what runs."""
     folder, before = root / "port-8000", load_config(overrides=["images.knobs.threads=1"])
-    folder.mkdir(mode=0o700)
-    (folder / "run.json").write_text(RunRecord(run_id="r", url="http://127.0.0.1:8000").to_json())
-    write_config(folder, dump_config(before))
+    served(root, 8000)
     applied: list[str] = []
     monkeypatch.setattr(Cluster, "attach", lambda config, port: SimpleNamespace())
     monkeypatch.setattr(RunningApplication, "apply", lambda _, to, **__: applied.append(dump_config(to)) or {})

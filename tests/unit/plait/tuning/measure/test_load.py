@@ -10,7 +10,7 @@ import pytest
 
 from fakes.bad_server import bad_server
 from plait.tuning.measure.load import LoadResult, Watch, joined, metrics_of, run_given, run_search
-from plait.tuning.measure.trial import with_address
+from plait.tuning.measure.measurer import with_address
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.trial_load import Look, LookPlan
 from plait_loadtest.load import load_scenario

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from plait.tuning.measure import usage
-from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits
+from plait.tuning.measure.early_stop import EarlyStop, Guard
 from plait.tuning.measure.load import LoadResult, failure_of
-from plait.tuning.measure.measurer import refused_start
-from plait.tuning.measure.trial import worst_metrics
+from plait.tuning.measure.measurer import refused_start, worst_metrics
 from plait.tuning.measure.usage import gpu_memory_bytes
 from plait_autoconfig.values import FailureKind
 from plait_loadtest.values import RunProgress
@@ -85,27 +84,27 @@ def test_a_closed_loop_is_never_given_up() -> None:
 def test_a_guard_forgives_one_slow_look_and_no_two() -> None:
     """Latency over the limit twice in a row is a breach; with a good look between it is not. What has no limit is not
     watched."""
-    guard = Guard(GuardLimits(p95_ms=100))
+    guard = Guard(p95_ms=100)
     looks = [50.0, 300.0, 50.0, 300.0, 300.0]
     said = [guard(progress(index, 10 * index, 10 * index, recent_p95_ms=ms)) for index, ms in enumerate(looks, start=1)]
     assert [bool(why) for why in said] == [False, False, False, False, True]
     assert "100 ms" in str(said[-1])
-    assert Guard(GuardLimits())(progress(100.0, 1000, 5, errors=5, recent_p95_ms=1e6)) is None
+    assert Guard()(progress(100.0, 1000, 5, errors=5, recent_p95_ms=1e6)) is None
 
 
 def test_a_guard_hears_silence_and_errors() -> None:
     """No answer at all is slower than a slow one, and errors count from five answers on."""
-    silent = Guard(GuardLimits(p95_ms=100))
+    silent = Guard(p95_ms=100)
     assert silent(progress(0.5, 5, 0)) is None
     assert silent(progress(1.6, 16, 0)) is not None
-    wrong = Guard(GuardLimits(error_rate=0.1))
+    wrong = Guard(error_rate=0.1)
     assert wrong(progress(0.5, 4, 4, errors=4)) is None
     assert wrong(progress(1.0, 10, 10, errors=4)) is not None
 
 
 def test_a_guard_looks_as_often_as_it_is_told() -> None:
     """What comes between two looks is not seen."""
-    guard = Guard(GuardLimits(p95_ms=100, every_s=1.0))
+    guard = Guard(p95_ms=100, every_s=1.0)
     looks = [(0.25, 300.0), (0.5, 300.0), (1.25, 50.0), (1.5, 300.0), (2.25, 300.0), (3.25, 300.0)]
     said = [bool(guard(progress(at_s, 10, 10, recent_p95_ms=ms))) for at_s, ms in looks]
     assert said == [False, False, False, False, False, True]
@@ -156,7 +155,7 @@ def test_what_a_process_used_that_ended_counts(monkeypatch: pytest.MonkeyPatch) 
     """As a server's worker that makes room for a new one: its seconds of before the load are not taken off."""
     seconds = {1: 100.0, 2: 5.0}
     monkeypatch.setattr(usage, "_cpu_s", lambda pid: seconds.get(pid, 0.0))
-    sampler = usage.UsageSampler(lambda: seconds)
+    sampler = usage.UsageSampler(seconds)
     seconds |= {1: 103.0, 2: 6.0}
     assert sampler.used().cpu_s == 4.0
     del seconds[1]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from plait.tuning.measure import trial as module
+from plait.tuning.measure import measurer as module
 from plait.tuning.measure.cost import ReservedResources
 from plait.tuning.measure.load import LoadResult
-from plait.tuning.measure.trial import run_loads
+from plait.tuning.measure.measurer import run_loads
 from plait.tuning.measure.usage import ResourceUsage
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, MeasurementTask
 from plait_autoconfig.jobs.promised_rate import SLO_MET
