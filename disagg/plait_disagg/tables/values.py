@@ -33,27 +33,12 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSlice:
-    """Location of a table's rows in its group: rows `first : first + rows` of the group's matrix."""
-
-    table: str
-    first: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TableGroup:
     """Tables of equal width and format: one matrix `(sum of rows, D)`, so that one fused lookup serves them all."""
 
     name: str
-    dim: int
+    dim: Count
     format: RowFormat
-    slices: tuple[GroupSlice, ...]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the whole matrix."""
-        return sum(part.rows for part in self.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
