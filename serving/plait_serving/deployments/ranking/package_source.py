@@ -43,26 +43,19 @@ class PackageSource:
         """Load what a `shard` of the tables holds; or, with what reaches each, the CN half without tables. Raises
         `PackageError`."""
         from plait_disagg.package.sharding import plan_of, remote_tables
-        from plait_disagg.refresh.live_package import open_live
+        from plait_disagg.refresh.live_package import LivePackage
         from plait_disagg.tables.pieces import HeldPieces
 
-        if reach is not None:
-            return open_live(
-                self.folder,
-                sparse=True,
-                dense=False,
-                tables=lambda it: remote_tables(it, plan_of(it, sharding), reach),
-            )
-        return open_live(
-            self.folder,
-            sparse=False,
-            dense=False,
-            pieces=lambda it: HeldPieces(it.tables, plan_of(it, sharding).of_shard(shard)),
-        )
+        package = self.package()
+        plan = plan_of(package, sharding)
+        if reach is None:
+            return LivePackage(package, pieces=HeldPieces(package.tables, plan.of_shard(shard)))
+        tables = remote_tables(package, plan, reach)
+        return LivePackage(package, sparse=package.sparse(tables), tables=tables)
 
     def package(self) -> Package:
-        """Return the package, for the ingress: it knows the items by id, and what updates are checked against before
-        they are published. Raises `PackageError`."""
+        """Return the package as it was written: for the ingress, it knows the items by id, and what updates are checked
+        against before they are published. Raises `PackageError`."""
         from plait_disagg.package.read import open_package
 
         return open_package(self.folder)
