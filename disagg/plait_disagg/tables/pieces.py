@@ -6,7 +6,7 @@ a row lie between others, so they are copied once, or the shard would keep all o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -52,11 +52,6 @@ class HeldPieces:
                 mine[:, piece.columns :] = whole[:, home.group.dim :]
         self._held = TableSet(places=places, matrices=matrices)
         self._pooled = FusedTables(self._held)
-
-    @property
-    def names(self) -> Set[str]:
-        """The names of the pieces."""
-        return self._held.places.keys()
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """Look up as `ShardTables` defines. Raises `BadId`, ValueError."""

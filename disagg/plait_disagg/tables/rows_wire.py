@@ -12,7 +12,7 @@ What each side says of itself in its greeting must add up (`ShardIdentity`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -69,13 +69,11 @@ def identity_of(model: str, packaged: str, plan: ShardPlan, shard: int) -> Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRequest:
-    """A client's lookup in rows of `version`. `requests` view the message's memory; `missing` names a piece that is not
-    here, if one was asked for."""
+    """A client's lookup in rows of `version`. `requests` view the message's memory."""
 
     number: int
     version: str
     requests: list[LookupRequest]
-    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +137,8 @@ def failed_header(number: int, why: str) -> dict[str, Any]:
     return {"kind": "failed", "number": number, "why": why[:1_000]}
 
 
-def parse_requests(message: Message, pieces: Set[str]) -> RowsRequest:
-    """Parse a lookup in some of the `pieces` that a shard has. Raises `WireError`."""
+def parse_requests(message: Message) -> RowsRequest:
+    """Parse a lookup. Raises `WireError`."""
     header = message.header
     if header.get("kind") != "rows":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
@@ -153,17 +151,13 @@ def parse_requests(message: Message, pieces: Set[str]) -> RowsRequest:
     }
     ids, offsets, weights = _cut(_ASKED, sizes, message.buffers).values()
     requests: list[LookupRequest] = []
-    missing = ""
     for (piece, mode, _, bags, weighted), mine, ends, each in zip(asks, ids, offsets, weights, strict=True):
         if bags >= 0 and (int(ends[0]) or int(ends[-1]) != len(mine) or bool((ends.diff() < 0).any())):
             raise WireError(f"the offsets of piece {piece[:200]!r} do not fit its ids")
-        if piece not in pieces:
-            missing = missing or piece
-            continue
-        lookup = lookup_in(piece, mode)
         some_offsets, some_weights = (ends if bags >= 0 else None), (each if weighted else None)
+        lookup = lookup_in(piece, mode)
         requests.append(LookupRequest(lookup=lookup, ids=mine, offsets=some_offsets, weights=some_weights))
-    return RowsRequest(number=number, version=version, requests=requests, missing=missing)
+    return RowsRequest(number=number, version=version, requests=requests)
 
 
 def parse_answer(message: Message) -> tuple[int, list[torch.Tensor] | Refusal]:
