@@ -16,7 +16,7 @@ from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.queue.batch import join, user_of
 from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.protocols import LookupRequest, Tables
-from plait_disagg.tables.values import Table, lookup_in
+from plait_disagg.tables.values import Table
 from plait_disagg.values import RankRequest
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors.graphs import graph_memory
@@ -56,7 +56,7 @@ class CompiledSparse:
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of `table` for `ids`."""
-        return self._tables.lookup([LookupRequest(lookup=lookup_in(table, "rows"), ids=ids)])[0]
+        return self._tables.lookup([LookupRequest(table=table, mode="rows", ids=ids)])[0]
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledSparse:
         """Return the same half with other constants (`Compiled.with_constants`); the tables are the same."""

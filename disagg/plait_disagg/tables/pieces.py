@@ -55,14 +55,14 @@ class HeldPieces:
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """Look up as `ShardTables` defines. Raises `BadId`, ValueError."""
-        bags = [request for request in requests if request.lookup.mode != "rows"]
+        bags = [request for request in requests if request.mode != "rows"]
         pooled = iter(self._pooled.lookup(bags) if bags else ())
-        return [next(pooled) if request.lookup.mode != "rows" else self._stored(request) for request in requests]
+        return [next(pooled) if request.mode != "rows" else self._stored(request) for request in requests]
 
     def _stored(self, request: LookupRequest) -> torch.Tensor:
-        place = self._held.places.get(request.lookup.table)
+        place = self._held.places.get(request.table)
         if place is None:
-            raise ValueError(f"there is no piece {request.lookup.table}")
+            raise ValueError(f"there is no piece {request.table}")
         ids = torch.from_numpy(ids_in_range(request.ids.numpy(), place.table))
         return self._held.matrices[place.group.name].index_select(0, ids + place.first)
 

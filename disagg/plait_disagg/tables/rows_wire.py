@@ -20,7 +20,7 @@ import torch
 
 from plait_disagg.tables.plan import ShardPlan
 from plait_disagg.tables.protocols import LookupRequest
-from plait_disagg.tables.values import Mode, lookup_in
+from plait_disagg.tables.values import Mode
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.layouts import Layout, RowCounts, pack, parse_layout, unpack
 from plait_fabric.rpc.fields import Header, WireError, entries, integer, text
@@ -89,13 +89,13 @@ def pack_requests(
 ) -> tuple[dict[str, Any], list[Buffer]]:
     """Return the message of a lookup; ids are (n,). Raises ValueError for an invalid request, `PoolExhausted`."""
     for request in requests:
-        pools = request.lookup.mode != "rows"
-        if (request.offsets is not None) is not pools or (request.weights is not None and request.lookup.mode != "sum"):
-            raise ValueError(f"lookup {request.lookup.name}: pooling needs offsets, and weights go with mode sum")
+        pools = request.mode != "rows"
+        if (request.offsets is not None) is not pools or (request.weights is not None and request.mode != "sum"):
+            raise ValueError(f"piece {request.table}: pooling needs offsets, and weights go with mode sum")
     described = [
         [
-            request.lookup.table,
-            request.lookup.mode,
+            request.table,
+            request.mode,
             request.ids.numel(),
             -1 if request.offsets is None else len(request.offsets) - 1,
             request.weights is not None,
@@ -155,8 +155,8 @@ def parse_requests(message: Message) -> RowsRequest:
         if bags >= 0 and (int(ends[0]) or int(ends[-1]) != len(mine) or bool((ends.diff() < 0).any())):
             raise WireError(f"the offsets of piece {piece[:200]!r} do not fit its ids")
         some_offsets, some_weights = (ends if bags >= 0 else None), (each if weighted else None)
-        lookup = lookup_in(piece, mode)
-        requests.append(LookupRequest(lookup=lookup, ids=mine, offsets=some_offsets, weights=some_weights))
+        request = LookupRequest(table=piece, mode=mode, ids=mine, offsets=some_offsets, weights=some_weights)
+        requests.append(request)
     return RowsRequest(number=number, version=version, requests=requests)
 
 
