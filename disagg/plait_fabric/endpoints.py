@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait_fabric.errors import FabricError, Unreachable
+from plait_fabric.errors import FabricError, PeerLost, Unreachable
 from plait_fabric.protocols import Channel
 from plait_fabric.transport import rendezvous, tcp
 from plait_fabric.transport.acceptor import Listener
+from plait_fabric.transport.greeting import HUNG_UP
 from plait_fabric.values import Address, FabricOptions, Scheme, check_secret
 from plait_fabric.waiting import Deadline
 
@@ -26,6 +27,8 @@ def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: Fa
         return channel
     except FabricError:
         raise
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise PeerLost(HUNG_UP) from error
     except OSError as error:  # of this process: it has no descriptors left, or no memory for a segment
         raise Unreachable(f"cannot connect to {address}: {error}") from error
 

@@ -6,7 +6,7 @@ import math
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 POLL_IN = select.POLLIN
 POLL_OUT = select.POLLOUT
@@ -67,6 +67,20 @@ def pauses() -> Iterator[None]:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         yield
+
+
+_LOOK_S = 0.01
+
+
+def wait_until(holds: Callable[[], object], timeout_s: float) -> bool:
+    """Look every now and then, for what nobody is woken by and nobody is in a hurry for; return whether it held in
+    time."""
+    deadline = Deadline(timeout_s)
+    while not holds():
+        if deadline.passed:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def has_hung_up(sock: socket.socket) -> bool:

@@ -21,7 +21,6 @@ from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.remote import RemoteShard
 from plait_disagg.tables.rows_wire import WIRE_VERSION
-from plait_disagg.tables.values import Lookup
 from plait_disagg.workers.shard import ShardWorker
 from plait_fabric import PeerLost, connect, listen
 from plait_fabric.rpc.fields import greeting
@@ -90,7 +89,7 @@ def test_one_copy_on_the_sending_side(serve, tmp_path: Path) -> None:
     piece = two_pieces().of_table("t3")[0].name
     bags = make_ask("t3", "sum", [list(range(60))] * 300, weighted=True)
     before = replicas.links[0].channel.statistics()
-    (value,) = asker.begin([replace(bags, lookup=Lookup(name=piece, table=piece, mode="sum"))], "1")()
+    (value,) = asker.begin([replace(bags, table=piece)], "1")()
     assert value.shape == (300, 16)
     sent = replicas.links[0].channel.statistics()
     numbers = sum(part.nbytes for part in (bags.ids, bags.offsets, bags.weights) if part is not None)
@@ -146,8 +145,7 @@ def test_a_lost_shard_fails_what_needs_it_and_comes_back(serve) -> None:
 
 def row_of(number: int) -> LookupRequest:
     """A row of what shard 0 has of t3."""
-    piece = Lookup(name="x", table=two_pieces().of_table("t3")[0].name, mode="rows")
-    return LookupRequest(lookup=piece, ids=torch.tensor([number]))
+    return LookupRequest(table=two_pieces().of_table("t3")[0].name, mode="rows", ids=torch.tensor([number]))
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -187,13 +185,12 @@ def test_what_a_shard_has_not_is_refused(serve) -> None:
     """A piece that a shard does not serve is refused by name, and so is an id outside; the channel goes on."""
     worker = serve(0)
     asker = reach(0, worker)
-    lookup = Lookup(name="x", table="nowhere", mode="rows")
     with pytest.raises(ShardRefused, match="nowhere"):
-        asker.begin([LookupRequest(lookup=lookup, ids=torch.tensor([1]))], "1")()
+        asker.begin([LookupRequest(table="nowhere", mode="rows", ids=torch.tensor([1]))], "1")()
     with pytest.raises(ShardRefused, match="id 64"):
         asker.begin([row_of(64)], "1")()
     with pytest.raises(ValueError, match="pooling needs offsets"):
-        asker.begin([LookupRequest(lookup=Lookup(name="x", table="t", mode="sum"), ids=torch.tensor([1]))], "1")
+        asker.begin([LookupRequest(table="t", mode="sum", ids=torch.tensor([1]))], "1")
     (value,) = asker.begin([row_of(63)], "1")()
     assert value.shape == (1, 16)
 

@@ -14,9 +14,10 @@ import torch
 
 from fakes import ranking_model as kit
 from plait_disagg.errors import DeadlinePassed, RankError, WorkerUnavailable
-from plait_disagg.messages.wire import done_message, failed_header, parse_dense
+from plait_disagg.messages.wire import answers_message, failures_header, parse_dense
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.values import RankAnswer, RankTimings
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Channel, FabricError
 from support.log_file import LogFile, log_file
@@ -66,7 +67,8 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
 
 
 def _send(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
-    header, buffers = done_message(number, OUTPUTS, outputs, 1.0, channel.pool)
+    answer = RankAnswer(outputs=outputs, timings=RankTimings(dense_ms=1.0))
+    header, buffers = answers_message([(number, answer)], OUTPUTS, channel.pool)
     channel.send(header, buffers)
 
 
@@ -159,7 +161,7 @@ async def test_what_an_hn_gives_up_as_too_late_makes_the_cn_more_careful(rig: Ri
 
     def late(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
         if is_full.is_set():
-            channel.send(failed_header(number, DeadlinePassed("too late")))
+            channel.send(failures_header([(number, DeadlinePassed("too late"))]))
         else:
             _send(channel, number, outputs)
 

@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
         asked = torch.tensor(ids, dtype=torch.int64)
         self.source.fetched = []
         message = self.sender.encode(asked, self.source.fetch)
-        assert torch.equal(self.receiver.decode(message), self.source.rows[asked])
+        assert torch.equal(self.receiver.decode(*message), self.source.rows[asked])
         kept = set(self.twin.kept)
         absent = self.twin.use(ids) if self.policy == "lru" else self.twin.fill(ids)
         refreshed = [one for one in dict.fromkeys(ids) if one in self.changed & kept]

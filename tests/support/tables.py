@@ -15,7 +15,7 @@ from plait_disagg.tables.plan import ShardPlan, cut_table
 from plait_disagg.tables.protocols import LookupRequest, ShardTables
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.storage import TableSet, open_tables, write_tables
-from plait_disagg.tables.values import Lookup, Mode, RowFormat, Table
+from plait_disagg.tables.values import Mode, RowFormat, Table
 
 Weights = Mapping[str, torch.Tensor]
 MODES: tuple[Mode, ...] = ("rows", "sum", "mean", "max")
@@ -34,12 +34,11 @@ def make_ask(
 ) -> LookupRequest:
     """An ask for these bags of ids; mode rows takes the ids of all of them, as one column."""
     ids = torch.tensor([one for bag in bags for one in bag], dtype=dtype)
-    lookup = Lookup(name=f"{table}.{mode}", table=table, mode=mode)
     if mode == "rows":
-        return LookupRequest(lookup=lookup, ids=ids.reshape(-1, 1))
+        return LookupRequest(table=table, mode=mode, ids=ids.reshape(-1, 1))
     sizes = torch.tensor([0, *map(len, bags)], dtype=dtype)
     weights = torch.linspace(-1, 2, len(ids)) if weighted else None
-    return LookupRequest(lookup=lookup, ids=ids, offsets=sizes.cumsum(0).to(dtype), weights=weights)
+    return LookupRequest(table=table, mode=mode, ids=ids, offsets=sizes.cumsum(0).to(dtype), weights=weights)
 
 
 @st.composite

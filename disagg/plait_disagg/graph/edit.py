@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, USER_OF, DType, Node, Port, Program, Ref, Rows
-from plait_disagg.tables.values import Lookup
 
 
 class Draft:
@@ -103,17 +102,6 @@ def reads(program: Program) -> Mapping[str, tuple[str, ...]]:
             names = [tensor for name in node.inputs for tensor in counted.get(name, (name,))]
             found[node.name] = tuple(dict.fromkeys(name for name in names if name not in free))
     return found
-
-
-def lookups_of(program: Program) -> tuple[Lookup, ...]:
-    """Return the lookups of a program, in program order."""
-    return tuple(lookup_of(node) for node in program.nodes if node.op == LOOKUP)
-
-
-def lookup_of(node: Node) -> Lookup:
-    """Return what a lookup's node looks up."""
-    mode: Any = node.kwargs["mode"]
-    return Lookup(name=node.name, table=str(node.kwargs["table"]), mode=mode)
 
 
 def flat_values(program: Program) -> Mapping[str, str]:

@@ -17,14 +17,13 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import fx, nn
 
-from plait_disagg.graph.edit import lookup_of, resolve
+from plait_disagg.graph.edit import resolve
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, TILE, Node, Program
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables
-from plait_disagg.tables.values import Lookup
 
 _FREQUENT = (
     "add.Tensor bmm.default cat.default div.Tensor layer_norm.default matmul.default mul.Tensor prelu.default "
@@ -179,18 +178,18 @@ class _Stage(nn.Module):
 
     def __init__(self, nodes: Sequence[Node], tables: Tables) -> None:
         super().__init__()
-        self._lookups = [lookup_of(node) for node in nodes]
+        self._lookups: list[Mapping[str, Any]] = [node.kwargs for node in nodes]
         self._tables = tables
 
     def forward(self, *asked: torch.Tensor | tuple[torch.Tensor, ...] | None) -> list[torch.Tensor]:
         """Run the stage's lookups. `asked`: ids, offsets and weights of each lookup in turn."""
         requests, bags = [], []
-        for index, lookup in enumerate(self._lookups):
+        for index, of in enumerate(self._lookups):
             ids, offsets, weights = asked[3 * index : 3 * index + 3]
             if isinstance(ids, tuple) and isinstance(offsets, tuple):
-                bags.append(LookupBags(lookup=lookup, ids=ids, offsets=offsets))
+                bags.append(LookupBags(table=of["table"], mode=of["mode"], ids=ids, offsets=offsets))
                 continue
-            requests.append(lookup_request(lookup, ids, offsets, weights))
+            requests.append(lookup_request(of, ids, offsets, weights))
         if not bags:
             return self._tables.lookup(requests)
         assert isinstance(self._tables, FusedTables)
@@ -200,12 +199,13 @@ class _Stage(nn.Module):
         return [next(pooled if is_bag else others) for is_bag in are_bags]
 
 
-def lookup_request(lookup: Lookup, ids: Any, offsets: Any, weights: Any) -> LookupRequest:
-    """Return the request of a lookup's arguments: where rows are pooled, ids in equal rows are bags, too."""
-    if lookup.mode != "rows" and offsets is None:
+def lookup_request(of: Mapping[str, Any], ids: Any, offsets: Any, weights: Any) -> LookupRequest:
+    """Return the request of a lookup's arguments, `of` being the named ones: where rows are pooled, ids in equal rows
+    are bags, too."""
+    if of["mode"] != "rows" and offsets is None:
         offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
         ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
-    return LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
+    return LookupRequest(table=of["table"], mode=of["mode"], ids=ids, offsets=offsets, weights=weights)
 
 
 def _row_count(x: torch.Tensor, dim: int) -> int:
@@ -256,7 +256,7 @@ def run_reference(
 def _computation(node: Node, args: Any, kwargs: dict[str, Any], tables: Tables | None) -> Callable[[], Any]:
     if node.op == LOOKUP:
         assert tables is not None
-        return lambda: tables.lookup([lookup_request(lookup_of(node), *args)])[0]
+        return lambda: tables.lookup([lookup_request(kwargs, *args)])[0]
     if node.op == TILE:
         return lambda: args[0][args[1]]
     if node.op == SIZE:

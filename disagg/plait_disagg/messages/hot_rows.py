@@ -23,7 +23,7 @@ from plait_disagg.errors import RankError
 from plait_disagg.messages.layout import new_rows, new_slots
 from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, SenderCache
+from plait_disagg.tables.cache import CacheCounters, ReceiverCache, SenderCache
 from plait_disagg.tables.values import Table, row_bytes
 from plait_fabric.rpc.fields import WireError
 
@@ -117,13 +117,12 @@ class RowSender:
         for index, (table, ports) in enumerate(zip(self._tables, self._ports, strict=True)):
             ids = [crossing[port] for port in ports]
             flat = torch.cat([one.reshape(-1) for one in ids])
-            message = self._caches[index].encode(flat, partial(self._source.rows, table.name))
-            pieces = message.slots.split_with_sizes([one.numel() for one in ids])
+            slots, new, rows = self._caches[index].encode(flat, partial(self._source.rows, table.name))
+            pieces = slots.split_with_sizes([one.numel() for one in ids])
             made |= {port: piece.view(one.shape) for port, piece, one in zip(ports, pieces, ids, strict=True)}
-            made[new_slots(index)], made[new_rows(index)] = message.new_slots, message.rows
-            unsent = flat.numel() - message.rows.shape[0]
-            sent_bytes = message.slots.nbytes + message.new_slots.nbytes
-            self._savings.nbytes += unsent * row_bytes(table.dim, self._wire) - sent_bytes
+            made[new_slots(index)], made[new_rows(index)] = new, rows
+            unsent = flat.numel() - rows.shape[0]
+            self._savings.nbytes += unsent * row_bytes(table.dim, self._wire) - slots.nbytes - new.nbytes
         hot = HotRows(number=self._number, slots=self._slots, ports=self._ports)
         self._number += 1
         return made, hot
@@ -157,8 +156,7 @@ class RowReceiver:
         for cache, (new, rows), ports in zip(self._caches, sent, hot.ports, strict=True):
             slots = [left[port] for port in ports]
             flat = torch.cat([one.reshape(-1) for one in slots])
-            message = CachedRows(slots=flat, new_slots=new, rows=rows)
-            pieces = cache.decode(message).split_with_sizes([one.numel() for one in slots])
+            pieces = cache.decode(flat, new, rows).split_with_sizes([one.numel() for one in slots])
             for port, piece, one in zip(ports, pieces, slots, strict=True):
                 left[port] = piece.view(*one.shape, rows.shape[1])
         self._next = hot.number + 1

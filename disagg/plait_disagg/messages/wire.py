@@ -5,10 +5,9 @@ the other, matched by number::
 
     rank     ingress -> CN or whole    one request; its layout follows from the model's card
     cancel   ingress -> CN or whole    nobody waits for the answer any more
-    answers  back                      the outcomes of one or more requests, each with the version that produced it
     version  back                      a refresh: the model's version from now on
     dense    CN -> HN                  the crossing tensors of a batch, in the layout that the HN's welcome says
-    done     back                      its outputs, or why there are none
+    answers  back, from all            the outcomes of one or more requests, or batches: outputs, or why there are none
 
 Every header is untrusted input and validated field by field; a peer that breaks the rules is disconnected.
 """
@@ -37,7 +36,7 @@ from plait_fabric.layouts import MAX_LAYOUT_CHARS, Layout, RowCounts, pack, pars
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import SEND_S, Header, WireError
 
-VERSION = 5
+VERSION = 6
 """The version of everything defined here; both sides of a channel must have the same."""
 
 Role = Literal["rank", "dense"]
@@ -181,47 +180,49 @@ def answers_message(
     """Pack outcomes with the numbers of their requests. `layout`: the outputs' of the model's card, float32; a model
     may compute others."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
-    errors = [
-        [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]
-        for number, it in outcomes
-        if isinstance(it, RankError)
-    ]
     header: dict[str, Any] = {"kind": "answers"}
-    if errors:
-        header["errors"] = errors
+    if len(answers) < len(outcomes):
+        header = failures_header([(number, it) for number, it in outcomes if isinstance(it, RankError)])
     if not answers:
         return header, []
-    outputs = {part.name: [it.outputs[part.name].to(torch.float32) for _, it in answers] for part in layout.parts}
-    rows = [next(iter(it.outputs.values())).shape[0] for _, it in answers]
-    header |= {
-        "numbers": [number for number, _ in answers],
-        "n": rows,
-        "ms": [[round(ms, 4) for ms in vars(it.timings).values()] for _, it in answers],
-        "bytes": [it.bytes_crossed for _, it in answers],
-        "versions": [it.version for _, it in answers],
-    }
-    return header, pack(layout, RowCounts(items=sum(rows)), outputs, pool, timeout_s=SEND_S)
+    outputs = {part.name: [_float32(it.outputs[part.name]) for _, it in answers] for part in layout.parts}
+    described = header["answers"] = [_described(number, it) for number, it in answers]
+    return header, pack(
+        layout, RowCounts(items=sum([rows for _, rows, *_ in described])), outputs, pool, timeout_s=SEND_S
+    )
+
+
+def _described(number: int, answer: RankAnswer) -> list[Any]:
+    rows, times = next(iter(answer.outputs.values())).shape[0], vars(answer.timings).values()
+    return [number, rows, answer.bytes_crossed, answer.version, *[round(ms, 4) for ms in times]]
+
+
+def _float32(output: torch.Tensor) -> torch.Tensor:
+    return output if output.dtype is torch.float32 else output.to(torch.float32)  # the question costs less than `to`
+
+
+def failures_header(errors: Sequence[tuple[int, RankError]]) -> dict[str, Any]:
+    """Return the message that these requests or batches ended with errors."""
+    described = [
+        [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]
+        for number, it in errors
+    ]
+    return {"kind": "answers", "errors": described}
 
 
 def parse_answers(
     header: Header, buffers: Sequence[memoryview], layout: Layout
 ) -> list[tuple[int, RankAnswer | RankError]]:
     """Return the outcomes by number; outputs view `buffers`. Raises `WireError`."""
+    _check_kind(header, "answers")
     outcomes: list[tuple[int, RankAnswer | RankError]] = list(map(_parse_error, fields.entries(header, "errors")))
-    numbers = fields.integers(header, "numbers")
-    if not numbers:
+    described = [*map(_parse_described, fields.entries(header, "answers"))]
+    if not described:
         return outcomes
-    rows = fields.integers(header, "n", _MAX_ROWS)
-    times, crossed = fields.entries(header, "ms"), fields.integers(header, "bytes")
-    versions = fields.entries(header, "versions")
-    if not all(isinstance(version, str) for version in versions):
-        raise WireError("versions are no texts")
-    if not len(numbers) == len(rows) == len(times) == len(crossed) == len(versions):
-        raise WireError("an answer's lists differ in length")
+    rows = [count for _, count, *_ in described]
     outputs = unpack(layout, RowCounts(items=sum(rows)), buffers)
-    for number, mine, ms, nbytes, version in zip(numbers, cut(outputs, rows), times, crossed, versions, strict=True):
-        answer = RankAnswer(outputs=mine, timings=_parse_times(ms), bytes_crossed=nbytes, version=version)
-        outcomes.append((number, answer))
+    for (number, _, nbytes, version, times), mine in zip(described, cut(outputs, rows), strict=True):
+        outcomes.append((number, RankAnswer(outputs=mine, timings=times, bytes_crossed=nbytes, version=version)))
     return outcomes
 
 
@@ -268,8 +269,7 @@ def dense_message(
 
 def parse_dense(header: Header, buffers: Sequence[memoryview], layout: Layout) -> DenseAsk:
     """Parse a batch in the `layout` of the HN's welcome. Raises `WireError`."""
-    if header.get("kind") != "dense":
-        raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
+    _check_kind(header, "dense")
     candidates = fields.integers(header, "n", _MAX_ROWS)
     if not candidates:
         raise WireError("a batch without requests")
@@ -298,44 +298,9 @@ def parse_dense(header: Header, buffers: Sequence[memoryview], layout: Layout) -
     )
 
 
-def done_message(
-    number: int,
-    layout: Layout,
-    outputs: Mapping[str, torch.Tensor],
-    dense_ms: float,
-    pool: Pool,
-    *,
-    queued_ms: float = 0.0,
-) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a batch's outputs, (N, ...) each, in the layout of the model's card, float32; a model may compute others.
-    `queued_ms`: how long it waited at the HN."""
-    items = next(iter(outputs.values())).shape[0]
-    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, "queued_ms": queued_ms}
-    scores = {name: value.to(torch.float32) for name, value in outputs.items()}
-    return header, pack(layout, RowCounts(items=items), scores, pool, timeout_s=SEND_S)
-
-
-def failed_header(number: int, error: RankError) -> dict[str, Any]:
-    """Return the message of a batch that the HN could not compute."""
-    return {"kind": "done", "number": number, "error": [_CODES.get(type(error), "internal"), error.message[:2000]]}
-
-
-def parse_done(
-    header: Header, buffers: Sequence[memoryview], layout: Layout
-) -> tuple[int, tuple[dict[str, torch.Tensor], float, float] | RankError]:
-    """Return the number, and outputs (which view `buffers`) with the milliseconds that the HN computed and that they
-    waited there, or its error. Raises `WireError`."""
-    if header.get("kind") != "done":
+def _check_kind(header: Header, kind: str) -> None:
+    if header.get("kind") != kind:
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
-    asked = parse_number(header)
-    error = header.get("error")
-    if error is not None:
-        return asked, _parse_error([asked, *error, None, None] if isinstance(error, list) else error)[1]
-    outputs = unpack(layout, RowCounts(items=fields.integer(header, "n", 0, _MAX_ROWS)), buffers)
-    queued_ms = fields.number(header, "queued_ms")
-    if not 0 <= queued_ms < _MAX_MS:
-        raise WireError("queued_ms is no time")
-    return asked, (outputs, fields.number(header, "ms"), queued_ms)
 
 
 def _moment(header: Header, field: str) -> float | None:
@@ -347,10 +312,18 @@ def _flat(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...
     return tuple([tensors[name].shape[0] for name in layout.given])
 
 
-def _parse_times(value: Any) -> RankTimings:
-    if not isinstance(value, list) or len(value) != 4 or not all(isinstance(ms, int | float) for ms in value):
-        raise WireError("ms is not four numbers")
-    return RankTimings(queued_ms=value[0], lookup_ms=value[1], wire_ms=value[2], dense_ms=value[3])
+def _parse_described(entry: Any) -> tuple[int, int, int, str, RankTimings]:
+    parts: list[Any] = entry if isinstance(entry, list) and len(entry) == 8 else [None] * 8
+    number, rows, nbytes, version, *ms = parts
+    if {type(number), type(rows), type(nbytes)} != {int} or type(version) is not str or min(number, rows, nbytes) < 0:
+        raise WireError("an answer is not number, rows, bytes, version and four times")
+    if not {*map(type, ms)} <= {int, float} or rows > _MAX_ROWS:
+        raise WireError("an answer has more rows than there may be, or times that are no numbers")
+    queued_ms, lookup_ms, wire_ms, dense_ms = ms
+    if not 0 <= queued_ms < _MAX_MS or not 0 <= dense_ms < _MAX_MS:  # these move a CN's window
+        raise WireError("an answer waited or was computed for no time that may be")
+    times = RankTimings(queued_ms=queued_ms, lookup_ms=lookup_ms, wire_ms=wire_ms, dense_ms=dense_ms)
+    return number, rows, nbytes, version, times
 
 
 def _parse_error(entry: Any) -> tuple[int, RankError]:

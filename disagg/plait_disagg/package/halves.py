@@ -16,7 +16,7 @@ from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.queue.batch import join, user_of
 from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.protocols import LookupRequest, Tables
-from plait_disagg.tables.values import Table, lookup_in
+from plait_disagg.tables.values import Table
 from plait_disagg.values import RankRequest
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors.graphs import graph_memory
@@ -56,7 +56,7 @@ class CompiledSparse:
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of `table` for `ids`."""
-        return self._tables.lookup([LookupRequest(lookup=lookup_in(table, "rows"), ids=ids)])[0]
+        return self._tables.lookup([LookupRequest(table=table, mode="rows", ids=ids)])[0]
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledSparse:
         """Return the same half with other constants (`Compiled.with_constants`); the tables are the same."""
@@ -103,13 +103,6 @@ class CompiledDense:
         self.crossing = tuple(port for port in program.program.inputs if port.name != USER_OF)
         self._needs_user_of = len(self.crossing) < len(program.program.inputs)
 
-    def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
-        """Return the same half with other constants (`Compiled.with_constants`). It prepares its own programs."""
-        trust = None if self.programs is None else self.programs.trust
-        return CompiledDense(
-            self._program.with_constants(constants), self._device, prepares=self._prepares, trust=trust
-        )
-
     def metrics(self) -> Mapping[str, float]:
         """Return how many batches of prepared programs were audited, and how many of these differed from torch's."""
         if self.programs is None:
@@ -118,12 +111,14 @@ class CompiledDense:
         return {"audit_checked_total": trust.checked, "audit_drifted_total": trust.drifted}
 
     def updated(self, constants: Mapping[str, torch.Tensor], rows: RowsByTable) -> CompiledDense:
-        """Return the same half with other constants, and with new rows in those that are small tables."""
+        """Return the same half with other constants (`Compiled.with_constants`), and with new rows in those that are
+        small tables. It prepares its own programs."""
         held = dict(constants)
         for name, (ids, new) in rows.items():
             constant = rows_name(name)
             held[constant] = self._program.constant(constant).cpu().index_copy(0, ids, new)
-        return self.with_constants(held)
+        trust = None if self.programs is None else self.programs.trust
+        return CompiledDense(self._program.with_constants(held), self._device, prepares=self._prepares, trust=trust)
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Run the HN program (`DenseHalf`). Outputs are on the CPU."""

@@ -144,11 +144,10 @@ class _Shapes:
         """Return the rows' shapes. Raises `BadProgram` for a table that is not there."""
         made = []
         for request in requests:
-            lookup = request.lookup
-            if lookup.table not in self._widths:
-                raise BadProgram(f"{lookup.name}: there is no table {lookup.table[:60]!r}")
+            if request.table not in self._widths:
+                raise BadProgram(f"there is no table {request.table[:60]!r}")
             rows = request.ids.shape if request.offsets is None else (len(request.offsets) - 1,)
-            made.append(torch.empty(*rows, self._widths[lookup.table], device="meta"))
+            made.append(torch.empty(*rows, self._widths[request.table], device="meta"))
         return made
 
 

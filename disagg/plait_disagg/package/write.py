@@ -49,7 +49,7 @@ from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
-from plait_disagg.tables.values import OutOfRange, RowFormat, lookup_in
+from plait_disagg.tables.values import OutOfRange, RowFormat
 from plait_disagg.values import ModelCard
 from plait_fabric import FrameTooLarge, MessageLimits
 from plait_fabric.layouts import LayoutError
@@ -258,4 +258,4 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
 
 def _as_stored(tables: FusedTables, name: str, rows: int) -> torch.Tensor:
     """Return all rows of a table as a lookup would."""
-    return tables.lookup([LookupRequest(lookup=lookup_in(name, "rows"), ids=torch.arange(rows))])[0]
+    return tables.lookup([LookupRequest(table=name, mode="rows", ids=torch.arange(rows))])[0]

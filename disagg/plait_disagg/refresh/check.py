@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import torch
 
@@ -40,7 +39,11 @@ def checked(package: Package, update: Update, version: str) -> RowWrites:
         return {}
     if not package.tables.is_writable:
         raise BadUpdate("rows", "vm.overcommit_memory=2 allows this process no private copy of tables of this size")
-    return stored_rows(update, package.tables)
+    pieces: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, rows in update.rows.items():
+        place = _place(package.tables, name)
+        pieces.setdefault(place.group.name, []).append((rows.ids + place.first, _encoded(place, rows)))
+    return {group: _ascending(some) for group, some in pieces.items()}
 
 
 def _check_constants(package: Package, update: Update) -> None:
@@ -61,31 +64,20 @@ def _check_constants(package: Package, update: Update) -> None:
         raise BadUpdate("constants", "neither half of the model reads any of these")
 
 
-def stored_rows(update: Update, tables: TableSet) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the update's rows as the groups' matrices store them; see `RowWrites`."""
-    places = tables.places
-    pieces: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for name, rows in update.rows.items():
-        place = places.get(name)
-        if place is None:
-            raise BadUpdate(f"rows.{name}", f"the package has no such table; it has {', '.join(sorted(places))}"[:500])
-        _check_ids(place.table, rows)
-        pieces.setdefault(place.group.name, []).append((rows.ids + place.first, _encoded(place, rows)))
-    return {group: _ascending(some) for group, some in pieces.items()}
+def _place(tables: TableSet, name: str) -> TablePlace:
+    if name not in tables.places:
+        names = ", ".join(sorted(tables.places))
+        raise BadUpdate(f"rows.{name}", f"the package has no such table; it has {names}"[:500])
+    return tables.places[name]
 
 
 def decoded_rows(update: Update, tables: TableSet, names: Collection[str]) -> RowsByTable:
     """Return the update's rows of those tables in float32, with the bits that a lookup would give. Raises
     `BadUpdate`."""
-    mine = replace(update, rows={name: rows for name, rows in update.rows.items() if name in names})
-    written, places = stored_rows(mine, tables), tables.places
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name in mine.rows:
-        place = places[name]
-        ids, rows = written[place.group.name]
-        here = (ids >= place.first) & (ids < place.first + place.table.rows)
-        found[name] = ids[here] - place.first, decode_rows(rows[here], place.group.format)
-    return found
+    mine = {name: (_place(tables, name), rows) for name, rows in update.rows.items() if name in names}
+    return {
+        name: (rows.ids, decode_rows(_encoded(place, rows), place.group.format)) for name, (place, rows) in mine.items()
+    }
 
 
 def _check_ids(table: Table, rows: UpdatedRows) -> None:
@@ -102,6 +94,7 @@ def _check_ids(table: Table, rows: UpdatedRows) -> None:
 def _encoded(place: TablePlace, given: UpdatedRows) -> torch.Tensor:
     """Encode rows as the group stores them. Stored rows must not hold NaN either: int8 rows have a scale and a bias."""
     table, group, row_format = place.table, place.group, place.group.format
+    _check_ids(table, given)
     where, rows, layout = f"rows.{table.name}.rows", given.rows, LAYOUTS[row_format]
     count, columns = given.ids.numel(), group.dim + layout.extra_columns
     if rows.dtype == torch.float32 and tuple(rows.shape) == (count, table.dim):

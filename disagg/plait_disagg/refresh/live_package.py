@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,12 +33,12 @@ class LivePackage:
         self,
         package: Package,
         *,
-        sparse: CompiledSparse | None,
-        dense: CompiledDense | None,
-        tables: ShardedTables | None,
-        pieces: HeldPieces | None,
+        sparse: CompiledSparse | None = None,
+        dense: CompiledDense | None = None,
+        tables: ShardedTables | None = None,
+        pieces: HeldPieces | None = None,
     ) -> None:
-        """Begin with the halves at the packaged version."""
+        """Bring the halves, which are at the packaged version, to that of the journal. Raises `PackageError`."""
         self.package = package
         self.version = self.dense_version = package.manifest.version
         self.sparse, self.pieces, self._tables = sparse, pieces, tables
@@ -49,6 +48,13 @@ class LivePackage:
         self._cn_constants = frozenset(port.name for port in package.cn.constants)
         self._hn_constants = frozenset(port.name for port in package.hn.constants)
         self._hn_tables = package.hn_tables
+        try:
+            for path in Journal(package.folder).after(self.version):
+                change = self.stage(self.read(path))
+                change.write()
+                self.adopt(change)
+        except BadUpdate as error:
+            raise PackageError(f"{package.folder}: an update of its journal cannot be read: {error}") from error
 
     def card(self, *, mode: str = "whole") -> ModelCard:
         """Return the card of the current version."""
@@ -93,34 +99,13 @@ class LivePackage:
 
 
 def open_live(
-    folder: Path,
-    *,
-    sparse: bool,
-    dense: bool,
-    device: torch.device | str = "cpu",
-    prepares: bool = False,
-    tables: Callable[[Package], ShardedTables] | None = None,
-    pieces: Callable[[Package], HeldPieces] | None = None,
+    folder: Path, *, sparse: bool, dense: bool, device: torch.device | str = "cpu", prepares: bool = False
 ) -> LivePackage:
-    """Open the package at `folder` with the updates of its journal; `prepares`: see `Package.dense`. `tables`,
-    `pieces`: what makes those of `LivePackage`.
-
-    Raises `PackageError`.
-    """
+    """Open halves of the package at `folder` with its own tables; `prepares`: see `Package.dense`. Raises
+    `PackageError`."""
     package = open_package(folder)
-    sharded = None if tables is None else tables(package)
-    live = LivePackage(
+    return LivePackage(
         package,
-        sparse=package.sparse(sharded) if sparse else None,
+        sparse=package.sparse() if sparse else None,
         dense=package.dense(device, prepares=prepares) if dense else None,
-        tables=sharded,
-        pieces=None if pieces is None else pieces(package),
     )
-    try:
-        for path in Journal(folder).after(live.version):
-            change = live.stage(live.read(path))
-            change.write()
-            live.adopt(change)
-    except BadUpdate as error:
-        raise PackageError(f"{folder}: an update of its journal cannot be read: {error}") from error
-    return live

@@ -74,18 +74,16 @@ def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict
     Rows are compared as they are stored.
     """
     changed: dict[str, UpdatedRows] = {}
-    for group in package.tables.groups:
-        matrix = package.tables.matrices[group.name]
-        for part in group.slices:
-            weight = weights[part.table]
-            if tuple(weight.shape) != (part.rows, group.dim):
-                detail = f"is {tuple(weight.shape)}, the package's {(part.rows, group.dim)}; package the model anew"
-                raise BadUpdate(f"table {part.table}", detail)
-            try:
-                stored = encode_rows(weight, group.format)
-            except ValueError as error:
-                raise BadUpdate(f"table {part.table}", str(error)) from error
-            ids = (stored != matrix[part.first : part.first + part.rows]).any(dim=1).nonzero().flatten()
-            if ids.numel():
-                changed[part.table] = UpdatedRows(ids=ids, rows=stored[ids])
+    for name, place in package.tables.places.items():
+        weight, shape = weights[name], (place.table.rows, place.table.dim)
+        if tuple(weight.shape) != shape:
+            raise BadUpdate(f"table {name}", f"is {tuple(weight.shape)}, the package's {shape}; package the model anew")
+        try:
+            stored = encode_rows(weight, place.group.format)
+        except ValueError as error:
+            raise BadUpdate(f"table {name}", str(error)) from error
+        before = package.tables.matrices[place.group.name][place.first : place.first + place.table.rows]
+        ids = (stored != before).any(dim=1).nonzero().flatten()
+        if ids.numel():
+            changed[name] = UpdatedRows(ids=ids, rows=stored[ids])
     return changed

@@ -14,13 +14,36 @@ KEPT = 2
 """The number of dense versions that an HN holds, besides one that is being prepared: CNs switch one after another."""
 
 
+_PAGE_BYTES = 4096
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowWrite:
-    """New rows of one matrix; see `write_rows`."""
+    """New rows (k, columns) of a `TableSet`'s writable matrix, of its dtype: `rows[i]` is row `ids[i]` (k,) int64,
+    distinct."""
 
     matrix: torch.Tensor
     ids: torch.Tensor
     rows: torch.Tensor
+
+    def write(self) -> None:
+        """Write them. No lookup may run meanwhile."""
+        self.matrix.index_copy_(0, self.ids, self.rows)
+
+    def touch(self) -> None:
+        """Copy the pages on which those rows begin and end into this process's memory, so that `write` need not wait.
+
+        The kernel would otherwise copy them then (one or two microseconds each, and more where the file is not in
+        memory). Lookups may run meanwhile, but no row may be written: a byte of each page is written back as it was
+        read.
+        """
+        row_bytes = self.matrix.shape[1] * self.matrix.element_size()
+        start = self.matrix.data_ptr()
+        first = start + self.ids * row_bytes
+        pages = torch.unique(torch.cat([first, first + (row_bytes - 1)]) // _PAGE_BYTES)
+        places = (pages * _PAGE_BYTES - start).clamp_(min=0)
+        flat = self.matrix.view(-1).view(torch.uint8)
+        flat.index_copy_(0, places, flat.index_select(0, places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +66,12 @@ class PreparedUpdate:
     def touch(self) -> None:
         """Prefetch the pages so that `write` is quick. Lookups may run meanwhile."""
         for one in self.writes:
-            touch_pages(one.matrix, one.ids)
+            one.touch()
 
     def write(self) -> None:
         """Write the rows. No lookup may run meanwhile."""
         for one in self.writes:
-            write_rows(one.matrix, one.ids, one.rows)
+            one.write()
         if self.on_write is not None:
             self.on_write()
 
@@ -64,30 +87,3 @@ class Refreshable(Protocol):
 
     def apply_update(self, change: PreparedUpdate) -> None:
         """Apply the change: from some moment before this returns, every request is answered by its version alone."""
-
-
-_PAGE_BYTES = 4096
-
-
-def write_rows(matrix: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write `rows[i]` (k, columns) to row `ids[i]` (k,) int64, distinct, of a `TableSet`'s writable matrix.
-
-    The rows are of the matrix's dtype. No lookup may run meanwhile.
-    """
-    matrix.index_copy_(0, ids, rows)
-
-
-def touch_pages(matrix: torch.Tensor, ids: torch.Tensor) -> None:
-    """Copy the pages on which those rows begin and end into this process's memory, so that `write_rows` need not wait.
-
-    The kernel would otherwise copy them then (one or two microseconds each, and more where the file is not in
-    memory). Lookups may run meanwhile, but no row may be written: a byte of each page is written back as it was
-    read.
-    """
-    row_bytes = matrix.shape[1] * matrix.element_size()
-    start = matrix.data_ptr()
-    first = start + ids * row_bytes
-    pages = torch.unique(torch.cat([first, first + (row_bytes - 1)]) // _PAGE_BYTES)
-    places = (pages * _PAGE_BYTES - start).clamp_(min=0)
-    flat = matrix.view(-1).view(torch.uint8)
-    flat.index_copy_(0, places, flat.index_select(0, places))

@@ -6,7 +6,7 @@ the rows of slots that are new. So there is no extra round trip, a hit costs 4 b
 of ids or policies::
 
     sender:   message = cache.encode(ids, fetch)     slots (n,), new_slots (m,), rows (m + p, D)
-    receiver: rows = cache.decode(message)           (n, D), bit for bit fetch(ids)
+    receiver: rows = cache.decode(*message)          (n, D), bit for bit fetch(ids)
 
 The first m rows go into their slots. The other p rows only pass through: they are addressed as slots S, S + 1, ...
 and dropped. Rows pass through when the policy does not keep them, or when one message has more distinct ids than
@@ -34,15 +34,6 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 Ids = NDArray[np.int64]
 Number = TypeVar("Number", np.int32, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedRows:
-    """One message. `slots` (n,) and `new_slots` (m,) are int32; `rows` is (m + p, D) float32."""
-
-    slots: torch.Tensor
-    new_slots: torch.Tensor
-    rows: torch.Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,9 +70,9 @@ class SenderCache:
         self._recency = _Recency(self._slots)
         self._used = 0
 
-    def encode(self, ids: torch.Tensor, fetch: Fetch) -> CachedRows:
-        """Return the message for `ids` (n,) int64. `fetch` is called at most once, with the ids whose rows must be
-        sent.
+    def encode(self, ids: torch.Tensor, fetch: Fetch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the message for `ids` (n,) int64: slots (n,) and new slots (m,), int32, and rows (m + p, D) float32.
+        `fetch` is called at most once, with the ids whose rows must be sent.
 
         Raises ValueError for an id out of range; then, or if `fetch` raises, nothing has changed.
         """
@@ -103,9 +94,12 @@ class SenderCache:
         self._is_stale[refreshed] = False
         slots = self._slot_of[wanted_ids] - 1
         slots[slots < 0] = self._slots + _positions(absent[kept.size :], wanted_ids[slots < 0])
-        self._count(wanted_ids.size, int(is_hit.sum()), stale.size + kept.size, absent.size - kept.size)
-        sent_slots = torch.from_numpy(np.concatenate([refreshed, new_slots]))
-        return CachedRows(slots=torch.from_numpy(slots), new_slots=sent_slots, rows=rows)
+        counters = self._counters
+        counters.ids += wanted_ids.size
+        counters.hits += int(is_hit.sum())
+        counters.stored += stale.size + kept.size
+        counters.passed += absent.size - kept.size
+        return torch.from_numpy(slots), torch.from_numpy(np.concatenate([refreshed, new_slots])), rows
 
     def invalidate(self, ids: torch.Tensor) -> None:
         """Mark the rows of these ids as changed: each is sent again, into its slot, when it is next requested."""
@@ -155,13 +149,6 @@ class SenderCache:
         self._is_stale[slots] = False
         return slots
 
-    def _count(self, ids: int, hits: int, stored: int, passed: int) -> None:
-        counters = self._counters
-        counters.ids += ids
-        counters.hits += hits
-        counters.stored += stored
-        counters.passed += passed
-
 
 class ReceiverCache:
     """The slots, on the side that reads rows."""
@@ -170,29 +157,24 @@ class ReceiverCache:
         self._slots = slots
         self._rows = torch.zeros((slots, dim))
 
-    def decode(self, message: CachedRows) -> torch.Tensor:
-        """Return the rows (n, D) of the ids that the message was made for. Raises ValueError for one that no sender
-        makes."""
-        stored = message.new_slots.numel()
-        passing = message.rows.shape[0] - stored
-        self._check(message, passing)
+    def decode(self, slots: torch.Tensor, new_slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows (n, D) of the ids that the message was made for. Raises ValueError for other numbers of rows
+        and slots than a sender makes; dtypes and dimensions are as `encode` says."""
+        stored = new_slots.numel()
+        passing = rows.shape[0] - stored
+        if passing < 0:
+            raise ValueError(f"{rows.shape[0]} rows for {stored} new slots")
+        for some, limit in ((slots, self._slots + passing), (new_slots, self._slots)):
+            if some.numel() and (int(some.min()) < 0 or int(some.max()) >= limit):
+                raise ValueError(f"a slot is outside 0..{limit - 1}")
         if self._rows.shape[0] < self._slots + passing:
             # Room for rows that pass, behind the slots, so that one gather finds both.
             grown = self._rows.new_zeros((self._slots + 2 * passing, self._rows.shape[1]))
             grown[: self._slots] = self._rows[: self._slots]
             self._rows = grown
-        self._rows.index_copy_(0, message.new_slots.to(torch.int64), message.rows[:stored])
-        self._rows[self._slots : self._slots + passing] = message.rows[stored:]
-        return self._rows.index_select(0, message.slots)
-
-    def _check(self, message: CachedRows, passing: int) -> None:
-        if passing < 0 or message.rows.shape[1:] != self._rows.shape[1:] or message.rows.dtype != self._rows.dtype:
-            raise ValueError(f"rows {tuple(message.rows.shape)} {message.rows.dtype} do not fit the slots")
-        for slots, limit in ((message.slots, self._slots + passing), (message.new_slots, self._slots)):
-            if slots.dtype != torch.int32 or slots.dim() != 1:
-                raise ValueError("slots must be (n,) int32")
-            if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= limit):
-                raise ValueError(f"a slot is outside 0..{limit - 1}")
+        self._rows.index_copy_(0, new_slots.to(torch.int64), rows[:stored])
+        self._rows[self._slots : self._slots + passing] = rows[stored:]
+        return self._rows.index_select(0, slots)
 
 
 class _Recency:

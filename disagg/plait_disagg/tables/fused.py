@@ -20,7 +20,7 @@ from plait_disagg.tables.formats import pool, take
 from plait_disagg.tables.ids import Ids, ids_in_range
 from plait_disagg.tables.protocols import LookupBags, LookupRequest
 from plait_disagg.tables.storage import TableSet
-from plait_disagg.tables.values import Lookup, Mode, Table, TableGroup
+from plait_disagg.tables.values import Mode, Table, TableGroup
 
 _MAX_PLANS = 64
 """The number of distinct sequences of lookups that are remembered. A model uses one or two."""
@@ -96,8 +96,8 @@ class FusedTables:
         self._stored = stored
         self._max_plans, self._max_numbers = max_plans, max_numbers
         self._places = stored.places
-        self._plans: dict[tuple[int, ...], tuple[tuple[Lookup, ...], tuple[_LookupBatch, ...]]] = {}
-        """By the identities of a sequence of lookups: these, which it keeps alive, and their batches."""
+        self._plans: dict[tuple[tuple[str, Mode], ...], tuple[_LookupBatch, ...]] = {}
+        """The batches of a sequence of tables and modes."""
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -135,25 +135,23 @@ class FusedTables:
         return [found[position] for position in range(len(requests))]
 
     def _plan(self, requests: Sequence[LookupRequest | LookupBags]) -> tuple[_LookupBatch, ...]:
-        key = tuple([id(request.lookup) for request in requests])
-        plan = self._plans.get(key)
+        asked = tuple([(request.table, request.mode) for request in requests])
+        plan = self._plans.get(asked)
         if plan is None:
             if len(self._plans) >= self._max_plans:
                 self._plans.clear()
-            lookups = tuple(request.lookup for request in requests)
-            plan = self._plans[key] = lookups, self._batches(lookups)
-        return plan[1]
+            plan = self._plans[asked] = self._batches(asked)
+        return plan
 
-    def _batches(self, lookups: Sequence[Lookup]) -> tuple[_LookupBatch, ...]:
+    def _batches(self, asked: Sequence[tuple[str, Mode]]) -> tuple[_LookupBatch, ...]:
         together: dict[tuple[str, Mode], list[int]] = {}
-        for position, lookup in enumerate(lookups):
-            if lookup.table not in self._places:
-                raise ValueError(f"lookup {lookup.name}: there is no table {lookup.table}")
-            key = self._places[lookup.table].group.name, lookup.mode
-            together.setdefault(key, []).append(position)
+        for position, (table, mode) in enumerate(asked):
+            if table not in self._places:
+                raise ValueError(f"there is no table {table}")
+            together.setdefault((self._places[table].group.name, mode), []).append(position)
         batches = []
         for (_, mode), positions in together.items():
-            places = [self._places[lookups[position].table] for position in positions]
+            places = [self._places[asked[position][0]] for position in positions]
             batches.append(
                 _LookupBatch(
                     positions=tuple(positions),
@@ -189,7 +187,7 @@ class FusedTables:
         """Pool the bags of a batch at once; the results are views of the pooled rows."""
         lengths = tuple([part.numel() for part in offsets])
         if 0 in lengths:
-            raise ValueError(f"lookup {requests[0].lookup.name} or its like: bags without offsets")
+            raise ValueError(f"table {requests[0].table} or its like: bags without offsets")
         layout = batch.layout(tuple([part.numel() for part in ids]), lengths)
         flat = _laid_out(ids + offsets, requests, batch, layout)
         pooled = pool(
@@ -238,14 +236,12 @@ def _laid_out(
     flat = torch.cat(parts)
     if flat.dtype is not torch.int64:
         if flat.dtype is not torch.int32:
-            raise ValueError(
-                f"lookup {requests[0].lookup.name} or its like: ids must be int64 or int32, not {flat.dtype}"
-            )
+            raise ValueError(f"table {requests[0].table} or its like: ids must be int64 or int32, not {flat.dtype}")
         flat = flat.long()
     numbers: Ids = flat.numpy()
     if numbers[layout.ends].tobytes() != layout.expected:
-        names = ", ".join(request.lookup.name for request in requests)
-        raise ValueError(f"lookups {names}: offsets must go from 0 to the number of ids")
+        names = ", ".join(request.table for request in requests)
+        raise ValueError(f"tables {names}: offsets must go from 0 to the number of ids")
     if layout.ids:
         # As an unsigned number a negative id is huge, so that one comparison of the largest finds both kinds.
         ids = numbers[: layout.ids]
@@ -263,8 +259,8 @@ def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest | LookupBags], la
     """
     offsets: Ids = flat[layout.kept]
     if np.count_nonzero(offsets[1:] < offsets[:-1]):
-        names = ", ".join(request.lookup.name for request in requests)
-        raise ValueError(f"lookups {names}: offsets must not fall")
+        names = ", ".join(request.table for request in requests)
+        raise ValueError(f"tables {names}: offsets must not fall")
     return offsets
 
 
@@ -279,7 +275,7 @@ def _bring_in_range(ids: Ids, batch: _LookupBatch, layout: _FusedLayout, is_outs
 def _offsets(request: LookupRequest) -> torch.Tensor:
     offsets = request.offsets
     if offsets is None or not offsets.numel():
-        raise ValueError(f"lookup {request.lookup.name}: pooling needs offsets, one more than there are bags")
+        raise ValueError(f"table {request.table}: pooling needs offsets, one more than there are bags")
     return offsets
 
 
@@ -291,5 +287,5 @@ def _weights(requests: Sequence[LookupRequest], batch: _LookupBatch) -> torch.Te
     parts = [torch.ones(request.ids.numel()) if request.weights is None else request.weights for request in requests]
     for request, weights in zip(requests, parts, strict=True):
         if batch.mode != "sum" or weights.shape != request.ids.shape or weights.dtype != torch.float32:
-            raise ValueError(f"lookup {request.lookup.name}: weights must be one float32 per id, with mode sum")
+            raise ValueError(f"table {request.table}: weights must be one float32 per id, with mode sum")
     return torch.cat(parts)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from plait_disagg.tables.values import Lookup
+from plait_disagg.tables.values import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,8 @@ class LookupRequest:
     `weights` (nnz,) float32 multiply the rows of a bag (mode sum only).
     """
 
-    lookup: Lookup
+    table: str
+    mode: Mode
     ids: torch.Tensor
     offsets: torch.Tensor | None = None
     weights: torch.Tensor | None = None
@@ -28,7 +29,8 @@ class LookupRequest:
 class LookupBags:
     """One pooled lookup of a batch whose bags lie where its requests have them: `ids` and `offsets` of each request."""
 
-    lookup: Lookup
+    table: str
+    mode: Mode
     ids: tuple[torch.Tensor, ...]
     offsets: tuple[torch.Tensor, ...]
 

@@ -34,15 +34,15 @@ class SeparateTables:
         return [self._one(request) for request in requests]
 
     def _one(self, request: LookupRequest) -> torch.Tensor:
-        name = request.lookup.table
+        name = request.table
         ids = torch.from_numpy(ids_in_range(request.ids.long().numpy(), self._tables[name]))
-        if request.lookup.mode == "rows":
+        if request.mode == "rows":
             return F.embedding(ids, self._weights[name])
         return F.embedding_bag(
             ids,
             self._weights[name],
             request.offsets,
-            mode=request.lookup.mode,
+            mode=request.mode,
             per_sample_weights=request.weights,
             include_last_offset=True,
         )

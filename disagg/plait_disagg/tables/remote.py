@@ -25,11 +25,10 @@ from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.outages import Backoff
+from plait_fabric.waiting import wait_until
 from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
-
-_LOOK_S = 0.02
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -181,9 +180,5 @@ def shards_metrics(shards: Sequence[RemoteShard]) -> Mapping[str, float]:
 def wait_for_shards(shards: Sequence[RemoteShard], *, timeout_s: float = 30.0) -> None:
     """Wait until a replica of every shard is connected; after the time-out, requests that need one that is away
     fail."""
-    until_s = time.monotonic() + timeout_s
-    while any(not shard.up for shard in shards):
-        if time.monotonic() > until_s:
-            _log.warning("still away: %s", ", ".join(shard.name for shard in shards if not shard.up))
-            return
-        time.sleep(_LOOK_S)
+    if not wait_until(lambda: all(shard.up for shard in shards), timeout_s):
+        _log.warning("still away: %s", ", ".join(shard.name for shard in shards if not shard.up))

@@ -12,7 +12,7 @@ What each side says of itself in its greeting must add up (`ShardIdentity`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ import torch
 
 from plait_disagg.tables.plan import ShardPlan
 from plait_disagg.tables.protocols import LookupRequest
-from plait_disagg.tables.values import Mode, lookup_in
+from plait_disagg.tables.values import Mode
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.layouts import Layout, RowCounts, pack, parse_layout, unpack
 from plait_fabric.rpc.fields import Header, WireError, entries, integer, text
@@ -69,13 +69,11 @@ def identity_of(model: str, packaged: str, plan: ShardPlan, shard: int) -> Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRequest:
-    """A client's lookup in rows of `version`. `requests` view the message's memory; `missing` names a piece that is not
-    here, if one was asked for."""
+    """A client's lookup in rows of `version`. `requests` view the message's memory."""
 
     number: int
     version: str
     requests: list[LookupRequest]
-    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +89,13 @@ def pack_requests(
 ) -> tuple[dict[str, Any], list[Buffer]]:
     """Return the message of a lookup; ids are (n,). Raises ValueError for an invalid request, `PoolExhausted`."""
     for request in requests:
-        pools = request.lookup.mode != "rows"
-        if (request.offsets is not None) is not pools or (request.weights is not None and request.lookup.mode != "sum"):
-            raise ValueError(f"lookup {request.lookup.name}: pooling needs offsets, and weights go with mode sum")
+        pools = request.mode != "rows"
+        if (request.offsets is not None) is not pools or (request.weights is not None and request.mode != "sum"):
+            raise ValueError(f"piece {request.table}: pooling needs offsets, and weights go with mode sum")
     described = [
         [
-            request.lookup.table,
-            request.lookup.mode,
+            request.table,
+            request.mode,
             request.ids.numel(),
             -1 if request.offsets is None else len(request.offsets) - 1,
             request.weights is not None,
@@ -139,8 +137,8 @@ def failed_header(number: int, why: str) -> dict[str, Any]:
     return {"kind": "failed", "number": number, "why": why[:1_000]}
 
 
-def parse_requests(message: Message, pieces: Set[str]) -> RowsRequest:
-    """Parse a lookup in some of the `pieces` that a shard has. Raises `WireError`."""
+def parse_requests(message: Message) -> RowsRequest:
+    """Parse a lookup. Raises `WireError`."""
     header = message.header
     if header.get("kind") != "rows":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
@@ -153,17 +151,13 @@ def parse_requests(message: Message, pieces: Set[str]) -> RowsRequest:
     }
     ids, offsets, weights = _cut(_ASKED, sizes, message.buffers).values()
     requests: list[LookupRequest] = []
-    missing = ""
     for (piece, mode, _, bags, weighted), mine, ends, each in zip(asks, ids, offsets, weights, strict=True):
         if bags >= 0 and (int(ends[0]) or int(ends[-1]) != len(mine) or bool((ends.diff() < 0).any())):
             raise WireError(f"the offsets of piece {piece[:200]!r} do not fit its ids")
-        if piece not in pieces:
-            missing = missing or piece
-            continue
-        lookup = lookup_in(piece, mode)
         some_offsets, some_weights = (ends if bags >= 0 else None), (each if weighted else None)
-        requests.append(LookupRequest(lookup=lookup, ids=mine, offsets=some_offsets, weights=some_weights))
-    return RowsRequest(number=number, version=version, requests=requests, missing=missing)
+        request = LookupRequest(table=piece, mode=mode, ids=mine, offsets=some_offsets, weights=some_weights)
+        requests.append(request)
+    return RowsRequest(number=number, version=version, requests=requests)
 
 
 def parse_answer(message: Message) -> tuple[int, list[torch.Tensor] | Refusal]:

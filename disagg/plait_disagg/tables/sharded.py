@@ -19,7 +19,7 @@ from plait_disagg.tables.formats import LAYOUTS, decode_rows, pool
 from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.plan import ShardPlan, TablePiece
 from plait_disagg.tables.protocols import LookupRequest, ShardTables
-from plait_disagg.tables.values import RowFormat, Table, lookup_in
+from plait_disagg.tables.values import RowFormat, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +54,20 @@ class ShardedTables:
         return [self._merge(*one) for one in zip(requests, parts, values, strict=True)]
 
     def _parts(self, request: LookupRequest) -> list[_Part]:
-        table = self._tables.get(request.lookup.table)
+        table = self._tables.get(request.table)
         if table is None:
-            raise ValueError(f"lookup {request.lookup.name}: there is no table {request.lookup.table}")
+            raise ValueError(f"there is no table {request.table}")
         ids = torch.from_numpy(ids_in_range(request.ids.reshape(-1).long().numpy(), table))
         inside = replace(request, ids=ids)
         return [self._part(inside, piece, table) for piece in self._pieces[table.name]]
 
     def _part(self, request: LookupRequest, piece: TablePiece, table: Table) -> _Part:
         if piece.rows == table.rows:
-            return _Part(piece, replace(request, lookup=lookup_in(piece.name, request.lookup.mode)), None)
+            return _Part(piece, replace(request, table=piece.name), None)
         ids = request.ids.numpy()
         keep = (ids >= piece.first_row) & (ids < piece.first_row + piece.rows)
         own = torch.from_numpy(ids[keep] - piece.first_row)
-        return _Part(piece, LookupRequest(lookup=lookup_in(piece.name, "rows"), ids=own), keep)
+        return _Part(piece, LookupRequest(table=piece.name, mode="rows", ids=own), keep)
 
     def _ask_shards(self, parts: Sequence[_Part]) -> list[torch.Tensor]:
         """Send one lookup to each shard that has ids; return the values in the order of `parts`."""
@@ -87,7 +87,7 @@ class ShardedTables:
     def _checked(self, part: _Part, value: torch.Tensor | None) -> torch.Tensor:
         """Return the value of a part, which is empty where there was nothing to ask."""
         request, piece = part.request, part.piece
-        if request.lookup.mode == "rows":
+        if request.mode == "rows":
             layout = LAYOUTS[self._formats[piece.table]]
             shape, dtype = (request.ids.numel(), piece.columns + layout.extra_columns), layout.dtype
         else:
@@ -100,7 +100,7 @@ class ShardedTables:
         return value
 
     def _merge(self, request: LookupRequest, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
-        row_format, mode = self._formats[request.lookup.table], request.lookup.mode
+        row_format, mode = self._formats[request.table], request.mode
         if parts[0].keep is not None:
             stored = torch.empty((request.ids.numel(), values[0].shape[1]), dtype=values[0].dtype)
             for part, value in zip(parts, values, strict=True):
@@ -116,4 +116,4 @@ class ShardedTables:
     def _pooled(self, request: LookupRequest, stored: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
         assert request.offsets is not None
         places, offsets = torch.arange(len(stored)), request.offsets.long()
-        return pool(stored, row_format, places, offsets, mode=request.lookup.mode, weights=request.weights)
+        return pool(stored, row_format, places, offsets, mode=request.mode, weights=request.weights)

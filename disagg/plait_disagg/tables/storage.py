@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from plait_disagg.tables.container import map_container, read_ahead, write_container
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.formats import LAYOUTS, encode_rows
-from plait_disagg.tables.values import Count, GroupSlice, OutOfRange, RowFormat, Table, TableGroup, row_bytes
+from plait_disagg.tables.values import OutOfRange, RowFormat, Table, TableGroup, row_bytes
 
 _KEY = "plait.tables"
 _CHUNK_BYTES = 64 << 20
@@ -31,12 +30,12 @@ _CHUNK_BYTES = 64 << 20
 Word = TypeVar("Word", bound=str)
 
 
-class _DescribedGroup(BaseModel):
-    name: str
-    dim: Count
-    format: RowFormat
-    version: int = 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DescribedGroup(TableGroup):
+    """`tables`: whose rows the matrix has, in this order."""
+
     tables: tuple[str, ...]
+    version: int = 0
 
 
 class _Description(BaseModel):
@@ -58,50 +57,44 @@ class TablePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSet:
-    """Tables and their rows.
+    """Tables, by name, and their rows.
 
     `matrices`: by group name, (rows of the group, columns) as in `formats.LAYOUTS`; read-only unless `is_writable`.
     `read_ahead` reads the rest of their file in the background, if there is one and it fits.
     """
 
-    tables: tuple[Table, ...]
-    groups: tuple[TableGroup, ...]
+    places: Mapping[str, TablePlace]
     matrices: Mapping[str, torch.Tensor]
     is_writable: bool = False
     read_ahead: Callable[[], object] = lambda: None
 
     @property
-    def places(self) -> dict[str, TablePlace]:
-        """The places of all tables, by name."""
-        tables = {table.name: table for table in self.tables}
-        return {
-            part.table: TablePlace(tables[part.table], group, part.first)
-            for group in self.groups
-            for part in group.slices
-        }
+    def tables(self) -> tuple[Table, ...]:
+        """The tables, in the order of the model."""
+        return tuple(place.table for place in self.places.values())
 
     @property
     def nbytes(self) -> int:
         """Size of all rows in bytes."""
-        return sum(group.rows * row_bytes(group.dim, group.format) for group in self.groups)
+        return sum(matrix.nbytes for matrix in self.matrices.values())
 
 
-def group_tables(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[TableGroup, ...]:
+def _grouped(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[_DescribedGroup, ...]:
     """Group tables of equal format and width, in the order given.
 
     Groups whose rows are multiples of a large power of two come first, so that each matrix of the file starts at one
     and rows do not straddle more cache lines than necessary.
     """
-    members: dict[tuple[RowFormat, int], list[Table]] = {}
+    members: dict[tuple[RowFormat, int], list[str]] = {}
     for table, row_format in tables.values():
-        members.setdefault((row_format, table.dim), []).append(table)
+        members.setdefault((row_format, table.dim), []).append(table.name)
 
     def order(key: tuple[RowFormat, int]) -> tuple[int, str, int]:
         nbytes = row_bytes(key[1], key[0])
         return -(nbytes & -nbytes), key[0], key[1]
 
     return tuple(
-        TableGroup(name=f"{key[0]}_{key[1]}", dim=key[1], format=key[0], slices=_slices(members[key]))
+        _DescribedGroup(name=f"{key[0]}_{key[1]}", dim=key[1], format=key[0], tables=tuple(members[key]))
         for key in sorted(members, key=order)
     )
 
@@ -113,27 +106,19 @@ def write_tables(
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
     out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
     chunk_bytes: int = _CHUNK_BYTES,
-) -> tuple[TableGroup, ...]:
+) -> None:
     """Write tables, (rows, D) float32 each, by name. `formats` and `out_of_range`: for all, or by table name.
 
     Needs memory for `chunk_bytes`, not for a second copy. Raises ValueError for a table that cannot be stored.
     """
     records = _records(tables, formats, out_of_range)
-    groups = group_tables(records)
-    plan = [(group.name, LAYOUTS[group.format].dtype, _matrix_shape(group)) for group in groups]
-    described = _Description(
-        tables=tuple(table for table, _ in records.values()),
-        groups=tuple(
-            _DescribedGroup(name=it.name, dim=it.dim, format=it.format, tables=tuple(part.table for part in it.slices))
-            for it in groups
-        ),
-    )
+    described = _Description(tables=tuple(table for table, _ in records.values()), groups=_grouped(records))
+    plan = [(it.name, LAYOUTS[it.format].dtype, shape) for it, shape in _matrices(described)]
     with write_container(path, plan, {_KEY: json.dumps(described.model_dump())}) as (file, starts):
-        for group in groups:
-            for part in group.slices:
-                start = starts[group.name] + part.first * row_bytes(group.dim, group.format)
-                _write_rows(file, start, part.table, tables[part.table], group.format, chunk_bytes=chunk_bytes)
-    return groups
+        for name, place in _places(described).items():
+            group = place.group
+            start = starts[group.name] + place.first * row_bytes(group.dim, group.format)
+            _write_rows(file, start, name, tables[name], group.format, chunk_bytes=chunk_bytes)
 
 
 def open_tables(path: Path, *, copy_on_write: bool = False) -> TableSet:
@@ -148,21 +133,15 @@ def open_tables(path: Path, *, copy_on_write: bool = False) -> TableSet:
     except ValidationError as error:
         first = error.errors()[0]
         raise BadTableFile(path, ".".join(["__metadata__", _KEY, *map(str, first["loc"])]), first["msg"]) from error
-    tables = {table.name: table for table in described.tables}
-    _check_groups(path, tables, described.groups)
-    groups = tuple(
-        TableGroup(name=it.name, dim=it.dim, format=it.format, slices=_slices([tables[name] for name in it.tables]))
-        for it in described.groups
-    )
-    if container.tensors.keys() != {group.name for group in groups}:
+    _check_groups(path, described)
+    if container.tensors.keys() != {group.name for group in described.groups}:
         raise BadTableFile(path, "tensors", f"{sorted(container.tensors)} are not the groups")
-    for group in groups:
+    for group, shape in _matrices(described):
         matrix = container.tensors[group.name]
-        if tuple(matrix.shape) != _matrix_shape(group) or matrix.dtype != LAYOUTS[group.format].dtype:
+        if tuple(matrix.shape) != shape or matrix.dtype != LAYOUTS[group.format].dtype:
             raise BadTableFile(path, group.name, f"{tuple(matrix.shape)} {matrix.dtype} is not what its group says")
     return TableSet(
-        tables=tuple(tables.values()),
-        groups=groups,
+        places=_places(described),
         matrices=container.tensors,
         is_writable=container.is_writable,
         read_ahead=partial(read_ahead, path, container.mapping),
@@ -198,16 +177,25 @@ def _choice(word: Word | Mapping[str, Word], table: str, words: tuple[Word, ...]
     return chosen
 
 
-def _slices(tables: list[Table]) -> tuple[GroupSlice, ...]:
-    ends = itertools.accumulate(table.rows for table in tables)
-    return tuple(
-        GroupSlice(table=table.name, first=end - table.rows, rows=table.rows)
-        for table, end in zip(tables, ends, strict=True)
-    )
+def _places(described: _Description) -> dict[str, TablePlace]:
+    """Return where each table's rows are, in the order of the tables."""
+    found: dict[str, TablePlace] = {}
+    tables = {table.name: table for table in described.tables}
+    for group in described.groups:
+        first = 0
+        for name in group.tables:
+            found[name] = TablePlace(tables[name], group, first)
+            first += tables[name].rows
+    return {name: found[name] for name in tables}
 
 
-def _matrix_shape(group: TableGroup) -> tuple[int, int]:
-    return group.rows, group.dim + LAYOUTS[group.format].extra_columns
+def _matrices(described: _Description) -> list[tuple[TableGroup, tuple[int, int]]]:
+    """Return the groups and the shapes of their matrices."""
+    rows = {table.name: table.rows for table in described.tables}
+    return [
+        (group, (sum(rows[name] for name in group.tables), group.dim + LAYOUTS[group.format].extra_columns))
+        for group in described.groups
+    ]
 
 
 def _write_rows(
@@ -223,8 +211,9 @@ def _write_rows(
         file.write(stored.numpy().data)
 
 
-def _check_groups(path: Path, tables: Mapping[str, Table], groups: Sequence[_DescribedGroup]) -> None:
+def _check_groups(path: Path, described: _Description) -> None:
     """Check that every table is in one group of its width."""
+    tables, groups = {table.name: table for table in described.tables}, described.groups
     held = [name for group in groups for name in group.tables]
     if sorted(held) != sorted(tables) or len({group.name for group in groups}) != len(groups):
         raise BadTableFile(path, f"__metadata__.{_KEY}.groups", "the groups do not hold every table once")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,6 +12,7 @@ RowFormat = Literal["float32", "float16", "int8"]
 D + 8 bytes."""
 
 Mode = Literal["rows", "sum", "mean", "max"]
+"""What is made of the rows of ids: themselves, or one row of each bag."""
 
 OutOfRange = Literal["error", "clip", "hash"]
 """What to do with an id that is negative or at least the number of rows: reject the request, use the nearest row, or
@@ -33,42 +33,12 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSlice:
-    """Location of a table's rows in its group: rows `first : first + rows` of the group's matrix."""
-
-    table: str
-    first: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TableGroup:
     """Tables of equal width and format: one matrix `(sum of rows, D)`, so that one fused lookup serves them all."""
 
     name: str
-    dim: int
+    dim: Count
     format: RowFormat
-    slices: tuple[GroupSlice, ...]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the whole matrix."""
-        return sum(part.rows for part in self.slices)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup:
-    """One use of a table. `name` is the value that it makes: (rows, D) pooled; mode rows: ids' shape + (D,)."""
-
-    name: str
-    table: str
-    mode: Mode
-
-
-@lru_cache(maxsize=4_096)
-def lookup_in(table: str, mode: Mode) -> Lookup:
-    """Return the lookup of that kind in a table, the same object each time: tables know lookups by identity."""
-    return Lookup(name=f"{table}.{mode}", table=table, mode=mode)
 
 
 def row_bytes(dim: int, format: RowFormat) -> int:  # noqa: A002  (the word of the field)

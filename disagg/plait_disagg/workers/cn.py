@@ -20,14 +20,14 @@ import torch
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.messages.layout import layouts_of
-from plait_disagg.messages.wire import VERSION, dense_message, parse_card, parse_crossing, parse_done, role_payload
+from plait_disagg.messages.wire import VERSION, dense_message, parse_answers, parse_card, parse_crossing, role_payload
 from plait_disagg.protocols import SparseHalf
-from plait_disagg.queue.jobs import RankJob, deliver_all
+from plait_disagg.queue.jobs import Outcome, RankJob, deliver_all
 from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
 from plait_disagg.queue.order import Downstream
 from plait_disagg.queue.window import Window
 from plait_disagg.refresh.prepared_update import PreparedUpdate
-from plait_disagg.values import ModelCard
+from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.base import LocalCore
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.layouts import Layout
@@ -247,7 +247,11 @@ class CnCore(LocalCore):
 
     def _on_message(self, connection: Connection[_SentBatch], message: Message) -> None:
         with message:
-            number, outcome = parse_done(message.header, message.keep(), self._outputs)
+            outcomes = parse_answers(message.header, message.keep(), self._outputs)
+        for number, outcome in outcomes:
+            self._settle(connection, number, outcome)
+
+    def _settle(self, connection: Connection[_SentBatch], number: int, outcome: Outcome) -> None:
         open_now = connection.open_calls
         batch = connection.take(number)
         if batch is None:
@@ -259,19 +263,24 @@ class CnCore(LocalCore):
             self._wake()
             self._failed(connection, batch, outcome)
         else:
-            outputs, dense_ms, queued_ms = outcome
-            self._adapt(connection, batch, queued_s=queued_ms / 1e3, dense_s=dense_ms / 1e3, open_now=open_now)
+            self._adapt(connection, batch, outcome.timings, open_now)
             self._wake()
-            self._answered(batch, outputs, dense_ms)
+            self._answered(batch, outcome)
 
-    def _adapt(self, connection: Connection[_SentBatch], batch: _SentBatch, **at_hn: Any) -> None:
+    def _adapt(self, connection: Connection[_SentBatch], batch: _SentBatch, at_hn: RankTimings, open_now: int) -> None:
         window, knobs = self._hns[connection].window, self._knobs
         window.max_size, window.adapts = knobs.window, knobs.adapt_window
-        made_s, away_s = batch.packed_s - batch.began_s, self._clock() - batch.packed_s
-        window.answered(made_s=made_s, away_s=away_s, **at_hn)
+        window.answered(
+            made_s=batch.packed_s - batch.began_s,
+            away_s=self._clock() - batch.packed_s,
+            queued_s=at_hn.queued_ms / 1e3,
+            dense_s=at_hn.dense_ms / 1e3,
+            open_now=open_now,
+        )
         connection.window = window.size
 
-    def _answered(self, batch: _SentBatch, outputs: dict[str, torch.Tensor], dense_ms: float) -> None:
+    def _answered(self, batch: _SentBatch, answer: RankAnswer) -> None:
+        outputs, dense_ms = answer.outputs, answer.timings.dense_ms
         total = sum(job.request.candidates for job in batch.jobs)
         if any(output.shape[0] != total for output in outputs.values()):
             self._ask_another(batch, WorkerUnavailable(_NO_HN))  # it is open no more: nobody else would

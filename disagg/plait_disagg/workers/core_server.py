@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from plait_fabric import Listener, Message
 from plait_fabric.layouts import Layout
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, ServerProtocol
+from plait_fabric.waiting import wait_until
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ class CoreServer(ServedWorker):
         """Accept nothing new, answer within `drain_s` what was accepted, and close the channels. Idempotent."""
         self._server.close_listeners()
         self._core.stop(drain_s=drain_s)
-        until_s = time.monotonic() + _LAST_SENDS_S
-        while any(sink.jobs for sink in self._sinks.values()) and time.monotonic() < until_s:
-            time.sleep(0.01)
+        wait_until(lambda: not any(sink.jobs for sink in self._sinks.values()), _LAST_SENDS_S)
         self._server.hang_up()
 
     def _on_message(self, peer: Peer, message: Message) -> None:

@@ -20,10 +20,10 @@ from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import (
     VERSION,
     DenseAsk,
+    answers_message,
     card_payload,
     check_role,
-    done_message,
-    failed_header,
+    failures_header,
     parse_dense,
 )
 from plait_disagg.protocols import DenseHalf
@@ -32,7 +32,7 @@ from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate
-from plait_disagg.values import ModelCard
+from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.base import ServedWorker
 from plait_fabric import FabricError, Listener, Message
 from plait_fabric.rpc.fields import WireError
@@ -62,7 +62,7 @@ class _Dense:
 
     def fail(self, error: RankError) -> None:
         self.message.release()
-        self.peer.send(failed_header(self.ask.number, error))
+        self.peer.send(failures_header([(self.ask.number, error)]))
 
 
 class HnWorker(ServedWorker):
@@ -243,12 +243,13 @@ class HnWorker(ServedWorker):
         """Send the answer. Never raises: others of the batch may already have their answers."""
         self._stay_s += began_s + seconds - item.came_s
         try:
-            ms = {"dense_ms": seconds * 1e3, "queued_ms": (began_s - item.came_s) * 1e3}
-            message = done_message(item.ask.number, self._outputs, outputs, pool=item.peer.pool, **ms)
+            timings = RankTimings(queued_ms=(began_s - item.came_s) * 1e3, dense_ms=seconds * 1e3)
+            answer = RankAnswer(outputs=outputs, timings=timings)
+            message = answers_message([(item.ask.number, answer)], self._outputs, item.peer.pool)
         except FabricError as error:
             item.peer.drop(error)
         except Exception as error:
-            item.peer.send(failed_header(item.ask.number, as_rank_error(error)))
+            item.peer.send(failures_header([(item.ask.number, as_rank_error(error))]))
         else:
             item.peer.send(*message)
 

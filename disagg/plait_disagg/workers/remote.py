@@ -27,9 +27,8 @@ from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
 from plait_fabric.rpc.fields import SEND_S, Header, WireError
 from plait_fabric.rpc.outages import Backoff
+from plait_fabric.waiting import wait_until
 from plait_kernels.threads import set_threads
-
-_LOOK_S = 0.02
 
 _MAX_WAY = 0.25
 """The max estimate of the time spent in channels, as a share of the time left until the deadline: only further
@@ -170,9 +169,7 @@ class RemoteCore:
     def stop(self, *, drain_s: float) -> None:
         """Reject new jobs, wait up to `drain_s` for open requests, and close the lines."""
         self._stopping = True
-        until_s = time.monotonic() + drain_s
-        while self._client.open_calls and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+        wait_until(lambda: not self._client.open_calls, drain_s)
         self._client.close()
 
     # On a connection's thread.

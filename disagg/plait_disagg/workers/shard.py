@@ -28,6 +28,7 @@ from plait_disagg.tables.rows_wire import (
 from plait_disagg.workers.base import BatchBoundary, ServedWorker
 from plait_fabric import Listener, Message
 from plait_fabric.rpc.server import Peer, ServerProtocol
+from plait_fabric.waiting import wait_until
 from plait_kernels.heartbeat import ThreadHeartbeat
 
 _log = logging.getLogger(__name__)
@@ -88,14 +89,12 @@ class ShardWorker(ServedWorker):
     def stop(self, *, drain_s: float) -> None:
         """Stop listening, answer what has arrived within `drain_s`, and close all channels. Idempotent."""
         self._server.close_listeners()
-        until_s = time.monotonic() + drain_s
-        while self._waiting and time.monotonic() < until_s:
-            time.sleep(0.01)
+        wait_until(lambda: not self._waiting, drain_s)
         self._server.hang_up()
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         with message:
-            request = parse_requests(message, self._pieces.names)
+            request = parse_requests(message)
             try:
                 values = self._look_up(request)
             except Exception as error:
@@ -113,8 +112,6 @@ class ShardWorker(ServedWorker):
 
     def _look_up(self, request: RowsRequest) -> list[torch.Tensor] | str:
         """Return the values, or the version that is here if it is another one."""
-        if request.missing:
-            raise ValueError(f"there is no piece {request.missing}")
         came_s = time.monotonic()
         self._waiting += 1
         try:

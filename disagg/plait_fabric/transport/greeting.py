@@ -13,8 +13,7 @@ can be replayed; the channel kind is in it, so a tcp tag opens no shm channel. T
 unauthenticated client gets no tag from the server to attack. This authenticates the peers; it neither encrypts nor
 signs what follows: across an untrusted network use a tunnel.
 
-A greeting is a generator that goes on whenever there is something to read: a listener holds many at once
-(`acceptor.py`), whoever connects waits for its own (`meet`).
+The sockets do not block; whoever greets waits for what comes until a deadline.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ import hashlib
 import hmac
 import secrets
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, TypeVar
 
 from plait_fabric.errors import AuthFailed, ConnectTimeout, PeerLost, ProtocolViolation
 from plait_fabric.values import Scheme
@@ -40,18 +38,18 @@ _REFUSED = bytes(PROOF_BYTES)
 
 HUNG_UP = "the peer hung up during the handshake"
 
-T = TypeVar("T")
 
-Greeting: TypeAlias = Generator[None, None, T]
-"""Returns what was agreed on once the peer is authenticated. Raises `FabricError` or `OSError` when the connection must
-be dropped."""
+def wait_for_bytes(sock: socket.socket, deadline: Deadline) -> None:
+    """Wait until there is something to read, if only the end. Raises `ConnectTimeout`."""
+    if not Waiter(sock.fileno(), events=POLL_IN).wait(deadline.left_s()):
+        raise ConnectTimeout(f"no handshake within {deadline.timeout_s} s")
 
 
-def receive(sock: socket.socket, nbytes: int) -> Greeting[bytes]:
-    """Read `nbytes`. Raises `PeerLost`."""
+def receive(sock: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
+    """Read `nbytes`. Raises `PeerLost`, `ConnectTimeout`."""
     data = b""
     while len(data) < nbytes:
-        yield
+        wait_for_bytes(sock, deadline)
         chunk = sock.recv(nbytes - len(data))
         if not chunk:
             raise PeerLost(HUNG_UP)
@@ -59,11 +57,11 @@ def receive(sock: socket.socket, nbytes: int) -> Greeting[bytes]:
     return data
 
 
-def authenticate(sock: socket.socket, secret: bytes, scheme: Scheme) -> Greeting[bytes]:
+def authenticate(sock: socket.socket, secret: bytes, scheme: Scheme, deadline: Deadline) -> bytes:
     """Let a client prove itself, as `introduce` does at the other end; return our own proof, which is to be sent."""
     ours = secrets.token_bytes(_NONCE_BYTES)
     sock.send(_MAGIC + ours)
-    response = yield from receive(sock, RESPONSE_BYTES)
+    response = receive(sock, RESPONSE_BYTES, deadline)
     if not response.startswith(_MAGIC):
         raise ProtocolViolation("the peer does not speak the fabric's handshake")
     theirs, tag = response[len(_MAGIC) : -PROOF_BYTES], response[-PROOF_BYTES:]
@@ -73,9 +71,9 @@ def authenticate(sock: socket.socket, secret: bytes, scheme: Scheme) -> Greeting
     return _tag(secret, b"server", scheme, ours, theirs)
 
 
-def introduce(sock: socket.socket, secret: bytes, scheme: Scheme) -> Greeting[Callable[[bytes], None]]:
+def introduce(sock: socket.socket, secret: bytes, scheme: Scheme, deadline: Deadline) -> Callable[[bytes], None]:
     """Prove ourselves to a listener; return what checks its proof, which comes next, and raises `AuthFailed`."""
-    challenge = yield from receive(sock, CHALLENGE_BYTES)
+    challenge = receive(sock, CHALLENGE_BYTES, deadline)
     if not challenge.startswith(_MAGIC):
         raise ProtocolViolation("the listener does not speak the fabric's handshake")
     theirs, ours = challenge[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
@@ -93,20 +91,3 @@ def _check_proof(expected: bytes, proof: bytes) -> None:
         raise AuthFailed("the listener refused us: the two sides hold different secrets")
     if not hmac.compare_digest(expected, proof):
         raise AuthFailed("the listener does not hold our secret")
-
-
-def meet(sock: socket.socket, greeting: Greeting[T], deadline: Deadline) -> T:
-    """Wait for the end of a greeting. Raises `ConnectTimeout`, and what the greeting raises."""
-    readable = Waiter(sock.fileno(), events=POLL_IN)
-    try:
-        while True:
-            next(greeting)
-            if not readable.wait(deadline.left_s()):
-                raise ConnectTimeout(f"no handshake within {deadline.timeout_s} s")
-    except StopIteration as met:
-        agreed: T = met.value
-        return agreed
-    except (ConnectionResetError, BrokenPipeError) as error:
-        raise PeerLost(HUNG_UP) from error
-    finally:
-        greeting.close()

@@ -23,7 +23,7 @@ from plait_fabric.protocols import Channel
 from plait_fabric.transport.acceptor import Listener
 from plait_fabric.transport.credit import Credit
 from plait_fabric.transport.frames import FrameKind, unpack_places
-from plait_fabric.transport.greeting import Greeting, meet, receive
+from plait_fabric.transport.greeting import receive
 from plait_fabric.transport.nixl_endpoint import DESCRIPTION_HEAD_BYTES, NixlEndpoint, description_bytes, load_nixl
 from plait_fabric.transport.staging import Part
 from plait_fabric.transport.stream import StreamFrame
@@ -198,7 +198,7 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
     load_nixl()
     sock = dial(address, secret, deadline)
     try:
-        return meet(sock, _exchange(sock, str(address), options), deadline)
+        return _exchange(sock, str(address), options, deadline)
     except BaseException:
         sock.close()
         raise
@@ -208,20 +208,19 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> Listener:
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
     load_nixl()
 
-    def greet(sock: socket.socket) -> Greeting[Channel]:
-        peer = yield from welcome(sock, secret, "nixl")
-        return (yield from _exchange(sock, peer, options))
+    def greet(sock: socket.socket, deadline: Deadline) -> Channel:
+        return _exchange(sock, welcome(sock, secret, "nixl", deadline), options, deadline)
 
     return listen_with(address, options, greet)
 
 
-def _exchange(sock: socket.socket, peer: str, options: FabricOptions) -> Greeting[Channel]:
+def _exchange(sock: socket.socket, peer: str, options: FabricOptions, deadline: Deadline) -> Channel:
     """Tell each other of the memory, at both ends alike."""
     endpoint = NixlEndpoint(options.pool_bytes, transport=options.nixl_transport)
     try:
         sock.send(endpoint.description())
-        head = yield from receive(sock, DESCRIPTION_HEAD_BYTES)
-        endpoint.join(head + (yield from receive(sock, description_bytes(head))))
+        head = receive(sock, DESCRIPTION_HEAD_BYTES, deadline)
+        endpoint.join(head + receive(sock, description_bytes(head), deadline))
         return NixlChannel(sock, peer, options, endpoint)
     except BaseException:
         endpoint.close()

@@ -26,7 +26,7 @@ from tempfile import mkdtemp
 from plait_fabric.errors import AddressInUse, AuthFailed, BadAddress, PeerLost, ProtocolViolation, Unreachable
 from plait_fabric.memory.segment import closing, map_segment
 from plait_fabric.transport.acceptor import Listener
-from plait_fabric.transport.greeting import HUNG_UP, PROOF_BYTES, Greeting, authenticate, introduce, meet
+from plait_fabric.transport.greeting import HUNG_UP, PROOF_BYTES, authenticate, introduce, wait_for_bytes
 from plait_fabric.transport.shm import ShmChannel, segment_with_ring
 from plait_fabric.values import Address, FabricOptions
 from plait_fabric.waiting import Deadline
@@ -47,28 +47,23 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
             sock.connect(str(path))
         except OSError as error:
             raise Unreachable(f"nobody listens at {address}: {error.strerror}") from error
-        return meet(sock, _join(sock, str(address), secret, options), deadline)
+        check = introduce(sock, secret, "shm", deadline)
+        incoming = _receive_segment(sock, PROOF_BYTES, check, deadline)
+        outgoing = _pass_segment(sock, _REGISTER, options)
+        return ShmChannel(control=sock, outgoing=outgoing, incoming=incoming, peer=str(address), options=options)
     except BaseException:
         sock.close()
         raise
 
 
-def _join(sock: socket.socket, peer: str, secret: bytes, options: FabricOptions) -> Greeting[ShmChannel]:
-    """Authenticate, map the listener's segment and pass ours."""
-    check = yield from introduce(sock, secret, "shm")
-    incoming = yield from _receive_segment(sock, PROOF_BYTES, check)
-    outgoing = _pass_segment(sock, _REGISTER, options)
-    return ShmChannel(control=sock, outgoing=outgoing, incoming=incoming, peer=peer, options=options)
-
-
-def _greet(sock: socket.socket, secret: bytes, options: FabricOptions) -> Greeting[ShmChannel]:
+def _greet(sock: socket.socket, secret: bytes, options: FabricOptions, deadline: Deadline) -> ShmChannel:
     """Authenticate a client, pass our segment and map the client's."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user not in (os.geteuid(), 0):
         raise AuthFailed(f"the peer runs as user {user}")
-    outgoing = _pass_segment(sock, (yield from authenticate(sock, secret, "shm")), options)
-    incoming = yield from _receive_segment(sock, len(_REGISTER), _check_register)
+    outgoing = _pass_segment(sock, authenticate(sock, secret, "shm", deadline), options)
+    incoming = _receive_segment(sock, len(_REGISTER), _check_register, deadline)
     return ShmChannel(control=sock, outgoing=outgoing, incoming=incoming, peer="shm client", options=options)
 
 
@@ -80,10 +75,12 @@ def _pass_segment(sock: socket.socket, packet: bytes, options: FabricOptions) ->
     return segment
 
 
-def _receive_segment(sock: socket.socket, nbytes: int, check: Callable[[bytes], None]) -> Greeting[memoryview]:
-    """Map the segment that comes with a packet. Raises `PeerLost`, `ProtocolViolation`, and what `check` of the packet
-    raises."""
-    yield
+def _receive_segment(
+    sock: socket.socket, nbytes: int, check: Callable[[bytes], None], deadline: Deadline
+) -> memoryview:
+    """Map the segment that comes with a packet. Raises `PeerLost`, `ProtocolViolation`, `ConnectTimeout`, and what
+    `check` of the packet raises."""
+    wait_for_bytes(sock, deadline)
     packet, descriptors, _, _ = socket.recv_fds(sock, nbytes + 1, 1)
     with closing(descriptors):
         if not packet:
@@ -122,7 +119,7 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> Listener:
         sock,
         address=str(address),
         options=options,
-        greet=lambda peer: _greet(peer, secret, options),
+        greet=lambda peer, deadline: _greet(peer, secret, options, deadline),
         on_close=lambda: _unlink_if_ours(path, ours),
     )
 

@@ -30,10 +30,10 @@ from plait_fabric.errors import (
 )
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Channel
-from plait_fabric.transport.acceptor import Listener
+from plait_fabric.transport.acceptor import Greet, Listener
 from plait_fabric.transport.base import ChannelBase
 from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_message_head
-from plait_fabric.transport.greeting import PROOF_BYTES, Greeting, authenticate, introduce, meet, receive
+from plait_fabric.transport.greeting import PROOF_BYTES, authenticate, introduce, receive
 from plait_fabric.transport.staging import Part, part_view
 from plait_fabric.transport.stream import FrameReader, StreamFrame
 from plait_fabric.values import Address, FabricOptions, Message, Scheme
@@ -243,25 +243,20 @@ def dial(address: Address, secret: bytes, deadline: Deadline) -> socket.socket:
         raise ConnectTimeout(f"{address} did not answer within {deadline.timeout_s} s") from error
     except OSError as error:
         raise Unreachable(f"nobody listens at {address}: {error}") from error
-
-    def greet() -> Greeting[None]:
-        check = yield from introduce(sock, secret, address.scheme)
-        check((yield from receive(sock, PROOF_BYTES)))
-
     try:
         sock.setblocking(False)
-        meet(sock, greet(), deadline)
+        check = introduce(sock, secret, address.scheme, deadline)
+        check(receive(sock, PROOF_BYTES, deadline))
         return sock
     except BaseException:
         sock.close()
         raise
 
 
-def welcome(sock: socket.socket, secret: bytes, scheme: Scheme) -> Greeting[str]:
+def welcome(sock: socket.socket, secret: bytes, scheme: Scheme, deadline: Deadline) -> str:
     """The part of a greeting in which two ends authenticate each other, as `dial` does at the other end, whose address
     is returned."""
-    proof = yield from authenticate(sock, secret, scheme)
-    sock.send(proof)
+    sock.send(authenticate(sock, secret, scheme, deadline))
     host, port, *_ = sock.getpeername()
     return str(Address(scheme=scheme, target=host, port=port))
 
@@ -269,16 +264,13 @@ def welcome(sock: socket.socket, secret: bytes, scheme: Scheme) -> Greeting[str]
 def listen(address: Address, secret: bytes, options: FabricOptions) -> Listener:
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
 
-    def greet(sock: socket.socket) -> Greeting[Channel]:
-        peer = yield from welcome(sock, secret, "tcp")
-        return TcpChannel(sock, peer, options)
+    def greet(sock: socket.socket, deadline: Deadline) -> Channel:
+        return TcpChannel(sock, welcome(sock, secret, "tcp", deadline), options)
 
     return listen_with(address, options, greet)
 
 
-def listen_with(
-    address: Address, options: FabricOptions, greet: Callable[[socket.socket], Greeting[Channel]]
-) -> Listener:
+def listen_with(address: Address, options: FabricOptions, greet: Greet) -> Listener:
     """Listen for connections that are greeted so. Raises `BadAddress`, `AddressInUse`."""
     family = socket.AF_INET6 if ":" in address.target else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

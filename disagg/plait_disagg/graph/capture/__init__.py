@@ -43,12 +43,11 @@ from plait_disagg.graph.capture.draft import (
 )
 from plait_disagg.graph.capture.exported import Exported, block_line, export, module_hint, source_line
 from plait_disagg.graph.capture.rows_first import MAKERS, MovedCall, Mover
-from plait_disagg.graph.edit import lookups_of
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.fold import fold
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input, check_inputs, ports_of, tensor_names
 from plait_disagg.graph.operators import VOCABULARY, overload
-from plait_disagg.graph.program import ROWS, USER_OF, Program, Ref
+from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Program, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
 
 __all__ = ["Captured", "capture", "obstacles"]
@@ -126,7 +125,7 @@ class _Capture:
             outputs.append((name, value.ref))
         program, constants = self._draft.finished(tuple(outputs))
         program, constants = fold(program, constants, self._draft.tables)
-        read = {lookup.table for lookup in lookups_of(program)}
+        read = {str(node.kwargs["table"]) for node in program.nodes if node.op == LOOKUP}
         return Captured(
             program=program,
             constants=constants,

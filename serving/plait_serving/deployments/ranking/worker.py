@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from plait_disagg.package.read import open_package
 from plait_disagg.package.sharding import Sharding, identity, plan_of, remote_tables
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import HnKnobs, WorkerKnobs
@@ -160,16 +161,12 @@ class RankWorker:
         if sharding is None:
             device, prepares = default_device() if device == "auto" else device, executor == "auto"
             return open_live(folder, sparse=role != "hn", dense=role != "cn", device=device, prepares=prepares)
+        package = open_package(folder)
+        plan = plan_of(package, sharding)
         if role == "shard":
-            return open_live(
-                folder,
-                sparse=False,
-                dense=False,
-                pieces=lambda it: HeldPieces(it.tables, plan_of(it, sharding).of_shard(self._shard)),
-            )
-        return open_live(
-            folder, sparse=True, dense=False, tables=lambda it: remote_tables(it, plan_of(it, sharding), reach)
-        )
+            return LivePackage(package, pieces=HeldPieces(package.tables, plan.of_shard(self._shard)))
+        tables = remote_tables(package, plan, reach)
+        return LivePackage(package, sparse=package.sparse(tables), tables=tables)
 
     def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
         if self._role == "shard":

@@ -241,7 +241,7 @@ class TestFallback:
                 made = next(iter(half.run(given, (8,)).values()))
                 off += not torch.allclose(made, wanted, rtol=1e-5, atol=1e-5)
             assert off <= 999
-            updated = half.with_constants({})
+            updated = half.updated({}, {})
             for programs in (half.programs, updated.programs):
                 before = programs.batches
                 for _ in range(5):

@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from plait_disagg.errors import Busy, RankError
+from plait_disagg.errors import Busy
 from plait_disagg.messages import wire
-from plait_disagg.messages.wire import DenseAsk, dense_message, done_message, failed_header, parse_dense, parse_done
+from plait_disagg.messages.wire import (
+    DenseAsk,
+    answers_message,
+    dense_message,
+    failures_header,
+    parse_answers,
+    parse_dense,
+)
+from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.layouts import parse_layout
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
@@ -60,10 +68,15 @@ def test_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch, change: dict[str, 
 @pytest.mark.parametrize("bad", ["1", None, -1.0, 1e30, [1], float("nan"), True])
 def test_a_wait_that_is_no_time_is_refused(bad: Any) -> None:
     """It would move the window. A batch that was not computed has none."""
-    header, _ = done_message(1, LAYOUT, ROWS, 2.0, POOL, queued_ms=1.5)
-    number, done = parse_done(header, BUFFERS, LAYOUT)
-    assert not isinstance(done, RankError)
-    assert (number, *done[1:]) == (1, 2.0, 1.5)
-    assert isinstance(parse_done(failed_header(1, Busy("x")), [], LAYOUT)[1], Busy)
-    with pytest.raises(WireError, match="queued_ms"):
-        parse_done(header | {"queued_ms": bad}, BUFFERS, LAYOUT)
+    timings = RankTimings(queued_ms=1.5, dense_ms=2.0)
+    header, _ = answers_message([(1, RankAnswer(outputs=ROWS, timings=timings))], LAYOUT, POOL)
+    ((number, done),) = parse_answers(header, BUFFERS, LAYOUT)
+    assert isinstance(done, RankAnswer)
+    assert (number, done.timings) == (1, timings)
+    ((number, failed),) = parse_answers(failures_header([(1, Busy("x"))]), [], LAYOUT)
+    assert isinstance(failed, Busy)
+    for place in (0, 3):
+        ms = [1.5, 0.0, 0.0, 2.0]
+        ms[place] = bad
+        with pytest.raises(WireError, match="time"):
+            parse_answers(header | {"answers": [[1, 2, 0, "", *ms]]}, BUFFERS, LAYOUT)

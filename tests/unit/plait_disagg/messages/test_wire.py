@@ -20,13 +20,11 @@ from plait_disagg.messages.wire import (
     card_payload,
     check_role,
     dense_message,
-    done_message,
-    failed_header,
+    failures_header,
     parse_answers,
     parse_card,
     parse_crossing,
     parse_dense,
-    parse_done,
     parse_rank,
     parse_version,
     rank_message,
@@ -90,14 +88,11 @@ def test_outcomes_survive_the_wire() -> None:
 def test_outputs_of_any_dtype_arrive_as_float32(dtype: torch.dtype) -> None:
     """As a model's description says of them: one that compares its score with a number computes booleans."""
     computed = {name: (value > 0).to(dtype) for name, value in kit.expected(kit.request(0, 3)).items()}
-    _, done = parse_done(*_message(done_message(1, OUTPUTS, computed, 1.0, POOL)), OUTPUTS)
-    assert not isinstance(done, RankError)
-    header, buffers = answers_message([(1, RankAnswer(outputs=computed))], OUTPUTS, POOL)
-    ((_, answer),) = parse_answers(header, _views(buffers), OUTPUTS)
+    made = answers_message([(1, RankAnswer(outputs=computed))], OUTPUTS, POOL)
+    ((_, answer),) = parse_answers(*_message(made), OUTPUTS)
     assert isinstance(answer, RankAnswer)
-    for arrived in (done[0], answer.outputs):
-        assert arrived.keys() == computed.keys()
-        assert all(torch.equal(arrived[name], value.to(torch.float32)) for name, value in computed.items())
+    assert answer.outputs.keys() == computed.keys()
+    assert all(torch.equal(answer.outputs[name], value.to(torch.float32)) for name, value in computed.items())
 
 
 def test_headers_say_nothing_of_the_tensors() -> None:
@@ -108,7 +103,6 @@ def test_headers_say_nothing_of_the_tensors() -> None:
     answers = [(n, RankAnswer(outputs=many)) for n in range(2)]
     for header, _ in (
         dense_message(1, layout, many, [1, 2], POOL, wire="float32"),
-        done_message(1, outputs, many, 1.0, POOL),
         answers_message(answers, outputs, POOL),
     ):
         assert len(encode_header(header)) < 200
@@ -216,8 +210,7 @@ def test_no_header_gets_past_the_parsers(data: st.DataObject) -> None:
         (rank_message(1, request, layout, POOL), lambda *it: parse_rank(*it, kit.CARD, layout)),
         (answers_message([(1, answer), (2, Busy("x"))], OUTPUTS, POOL), lambda *it: parse_answers(*it, OUTPUTS)),
         (dense_message(1, CROSSING, crossing, [4], POOL, wire="int8"), lambda *it: parse_dense(*it, CROSSING)),
-        (done_message(1, OUTPUTS, kit.expected(request), 1.0, POOL), lambda *it: parse_done(*it, OUTPUTS)),
-        ((failed_header(1, Busy("x")), []), lambda *it: parse_done(*it, OUTPUTS)),
+        ((failures_header([(1, Busy("x"))]), []), lambda *it: parse_answers(*it, OUTPUTS)),
         (welcome, lambda header, _: parse_crossing(read_greeting("welcome", VERSION, header))),
         (welcome, lambda header, _: parse_card(read_greeting("welcome", VERSION, header))),
         ((version_header("2"), []), lambda header, _: parse_version(header)),

@@ -21,7 +21,7 @@ from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.refresh.make import make_update
-from plait_disagg.refresh.prepared_update import touch_pages, write_rows
+from plait_disagg.refresh.prepared_update import RowWrite
 from plait_disagg.refresh.publish import publish
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.values import RankAnswer
@@ -105,9 +105,10 @@ def test_rows_are_written_where_they_belong(tmp_path, row_format, dim):
     ((name, matrix),) = opened.matrices.items()
     ids = torch.randperm(97, generator=chance)[:40].sort().values
     rows = twin.matrices[name][torch.randperm(97, generator=chance)[:40]]
-    touch_pages(matrix, ids)
+    write = RowWrite(matrix=matrix, ids=ids, rows=rows)
+    write.touch()
     assert torch.equal(matrix, twin.matrices[name])
-    write_rows(matrix, ids, rows)
+    write.write()
     expected = twin.matrices[name].clone()
     expected[ids] = rows
     assert torch.equal(matrix, expected)

@@ -12,7 +12,6 @@ from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.ids import hash_ids
 from plait_disagg.tables.protocols import BadId, LookupBags, LookupRequest
 from plait_disagg.tables.reference import SeparateTables
-from plait_disagg.tables.values import Lookup
 from support.tables import make_ask, make_weights, stored
 
 WEIGHTS = make_weights()
@@ -34,14 +33,14 @@ def test_a_model_asks_again_and_again(max_numbers: int):
     """The same lookups with other ids, and other numbers of them, are answered right while layouts come and go, or are
     made each time."""
     tables, draw = make_tables(max_numbers=max_numbers), random.Random(0)
-    lookups = [make_ask(table, mode, [[0]]).lookup for table in ("t0", "t1", "t3") for mode in ("sum", "rows", "max")]
+    lookups = [(table, mode) for table in ("t0", "t1", "t3") for mode in ("sum", "rows", "max")]
     for _ in range(60):
         bags = [[draw.randrange(7) for _ in range(draw.randrange(3))] for _ in range(draw.randrange(3))]
-        assert_same(tables, [replace(make_ask(one.table, one.mode, bags), lookup=one) for one in lookups])
+        assert_same(tables, [make_ask(table, mode, bags) for table, mode in lookups])
 
 
 def test_lookups_are_told_apart_by_what_they_are():
-    """Lookups made anew for every call, perhaps at an address that was another's, are not mixed up."""
+    """Also where there are more kinds than are remembered."""
     tables, draw = make_tables(max_plans=4), random.Random(0)
     for _ in range(60):
         assert_same(tables, [make_ask(draw.choice(("t0", "t1", "t3")), draw.choice(("sum", "mean")), [[1, 2], [6]])])
@@ -79,7 +78,7 @@ def test_bags_of_several_requests_are_pooled_where_they_lie(requests: int):
         for one, (table, mode, parts) in zip(joined, kinds, strict=True):
             asks = [make_ask(table, mode, bags) for bags in parts]
             ids, offsets = tuple(ask.ids for ask in asks), tuple(ask.offsets for ask in asks)
-            separate.append(LookupBags(lookup=one.lookup, ids=ids, offsets=offsets))
+            separate.append(LookupBags(table=one.table, mode=one.mode, ids=ids, offsets=offsets))
         for value, twin in zip(tables.lookup_bags(separate), SeparateTables(WEIGHTS).lookup(joined), strict=True):
             assert torch.equal(value, twin)
 
@@ -89,10 +88,10 @@ def test_a_bad_id_of_a_later_request_is_named():
     good, bad = make_ask("t1", "sum", [[1]]), make_ask("t1", "sum", [[1], [2, 19]])
     ids, offsets = (good.ids, bad.ids), (good.offsets, bad.offsets)
     with pytest.raises(BadId, match="id 19 at position 2"):
-        make_tables().lookup_bags([LookupBags(lookup=good.lookup, ids=ids, offsets=offsets)])
+        make_tables().lookup_bags([LookupBags(table="t1", mode="sum", ids=ids, offsets=offsets)])
     for broken in (torch.tensor([0, 2]), torch.tensor([], dtype=torch.int64)):
         with pytest.raises(ValueError, match="offsets"):
-            parts = LookupBags(lookup=good.lookup, ids=(good.ids, good.ids), offsets=(good.offsets, broken))
+            parts = LookupBags(table="t1", mode="sum", ids=(good.ids, good.ids), offsets=(good.offsets, broken))
             make_tables().lookup_bags([parts])
 
 
@@ -114,7 +113,7 @@ GOOD = make_ask("t1", "sum", [[1, 2], [3]])
         (replace(GOOD, weights=torch.ones(2)), "one float32 per id"),
         (replace(GOOD, weights=torch.ones(3, dtype=torch.float64)), "one float32 per id"),
         (replace(make_ask("t1", "mean", [[1]]), weights=torch.ones(1)), "mode sum"),
-        (replace(GOOD, lookup=Lookup(name="x", table="nowhere", mode="sum")), "no table nowhere"),
+        (replace(GOOD, table="nowhere"), "no table nowhere"),
     ],
 )
 def test_asks_that_do_not_fit_are_refused(bad: LookupRequest, says: str):

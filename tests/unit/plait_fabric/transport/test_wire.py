@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -37,15 +38,7 @@ from plait_fabric.transport.frames import (
     unpack_places,
     unpack_prefix,
 )
-from plait_fabric.transport.greeting import (
-    CHALLENGE_BYTES,
-    PROOF_BYTES,
-    RESPONSE_BYTES,
-    Greeting,
-    authenticate,
-    introduce,
-    meet,
-)
+from plait_fabric.transport.greeting import CHALLENGE_BYTES, PROOF_BYTES, RESPONSE_BYTES, authenticate, introduce
 from plait_fabric.transport.stream import FrameReader
 from plait_fabric.values import Address, Scheme
 from plait_fabric.waiting import Deadline
@@ -187,26 +180,20 @@ def test_a_damaged_stream_is_never_a_crash(
 
 
 @contextlib.contextmanager
-def _challenged() -> Iterator[tuple[Greeting[bytes], socket.socket, bytes]]:
-    """A listener's end of a greeting, the client's socket, and the challenge that came over it."""
+def _challenged() -> Iterator[tuple[Future[bytes], socket.socket, bytes]]:
+    """What the listener's end of a greeting comes to, the client's socket, and the challenge that came over it."""
     one, other = socket.socketpair()
-    with one, other:
-        greeting = authenticate(one, SECRET, "tcp")
-        next(greeting)
+    with one, ThreadPoolExecutor(1) as threads, other:
+        greeting = threads.submit(authenticate, one, SECRET, "tcp", Deadline(60.0))
         yield greeting, other, other.recv(CHALLENGE_BYTES)
 
 
-def _proof(challenged: tuple[Greeting[bytes], socket.socket, bytes], response: bytes) -> bytes:
+def _proof(challenged: tuple[Future[bytes], socket.socket, bytes], response: bytes) -> bytes:
     """What the listener answers to a response, after which nothing comes."""
     greeting, other, _ = challenged
     other.sendall(response)
     other.shutdown(socket.SHUT_WR)
-    try:
-        while True:
-            next(greeting)
-    except StopIteration as met:
-        proof: bytes = met.value
-        return proof
+    return greeting.result(60.0)
 
 
 def _introduced(challenge: bytes, scheme: Scheme = "tcp") -> tuple[Callable[[bytes], None], bytes]:
@@ -214,7 +201,7 @@ def _introduced(challenge: bytes, scheme: Scheme = "tcp") -> tuple[Callable[[byt
     one, other = socket.socketpair()
     with one, other:
         other.sendall(challenge)
-        return meet(one, introduce(one, SECRET, scheme), Deadline(60.0)), other.recv(RESPONSE_BYTES)
+        return introduce(one, SECRET, scheme, Deadline(60.0)), other.recv(RESPONSE_BYTES)
 
 
 def test_reflection_replay_and_the_wrong_channel_fail() -> None:
