@@ -287,8 +287,10 @@ async def test_a_batch_names_no_more_requests_than_fit_its_header(rig: Rig) -> N
     ranker = rig.local(cn)
     sparse.gate.clear()
     long = [dataclasses.replace(kit.request(seed, 1), request_id=f"{seed}-" + "x" * 400) for seed in range(600)]
-    asking = [asyncio.ensure_future(ranker.rank(each)) for each in long]
-    await until(lambda: sparse.entered > 0)
+    asking = [asyncio.ensure_future(ranker.rank(long[0]))]
+    await until(lambda: sparse.entered == 1)  # alone, so that as many others as fit share a batch
+    asking += [asyncio.ensure_future(ranker.rank(each)) for each in long[1:]]
+    await until(lambda: cn.metrics()["requests_total"] + cn.metrics()["waiting"] == len(asking))
     sparse.gate.set()
     await asyncio.gather(*asking)
     assert max(sparse.batches) > 300

@@ -111,10 +111,16 @@ class Listener:
             if self._closed:
                 sock.close()
                 return
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more threads
+                log.warning("fabric: %s dropped a connection: %s", self.address, error)
+                self.rejected += 1
+                sock.close()  # last: the peer knows
+                return
             crowded = len(self._pending) >= self._options.pending_handshakes
             oldest = next(iter(self._pending)) if crowded else None
-            self._pending[sock] = thread
-            thread.start()
+            self._pending[sock] = thread  # which ends only under this lock
         if oldest is not None:
             self._drop(oldest, "pushed out by newer connections")
 
