@@ -39,8 +39,8 @@ from support.waiting import wait_for
 
 __all__ = ["ListenerConformance", "ProcessConformance"]
 
-_OTHERS_FILES = ("plasma", "torch_", "sem.", "__KMP")
-"""Files of Ray, torch and OpenMP in /dev/shm, which come and go while other tests run."""
+_OTHERS_FILES = ("plasma", "torch_", "sem.", "__KMP", "plait-bench-")
+"""Files of Ray, torch, OpenMP and a benchmark in /dev/shm, which come and go while other tests run."""
 
 
 class ListenerConformance:
