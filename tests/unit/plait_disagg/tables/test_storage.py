@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.container import BadTableFile
 from plait_disagg.tables.formats import encode_rows
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.storage import open_tables, write_tables
