@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from plait_fabric.errors import ChannelClosed, FabricError, PeerClosed, ProtocolViolation, RecvTimeout, SendTimeout
-from plait_fabric.memory.pool import Lease, Pool, release_all
+from plait_fabric.memory.pool import Lease, Pool, align, release_all
 from plait_fabric.memory.ring import MAX_RELEASES, RingReader, RingWriter, ring_bytes
 from plait_fabric.memory.segment import create_segment
 from plait_fabric.transport.base import ChannelBase
@@ -35,7 +35,7 @@ from plait_fabric.transport.frames import (
     unpack_places,
     unpack_prefix,
 )
-from plait_fabric.transport.staging import Part, align, part_view
+from plait_fabric.transport.staging import Part, part_view
 from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Message, MessageLimits
 from plait_fabric.waiting import GONE, POLL_IN, Deadline, Waiter, pauses
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait_fabric.errors import BadTensor, PoolExhausted, SendTimeout
-from plait_fabric.memory.extents import ALIGNMENT_BYTES
-from plait_fabric.memory.pool import Lease, Pool, release_all
+from plait_fabric.memory.pool import Lease, Pool, align, release_all
 from plait_fabric.protocols import Buffer
 
 Part = Lease | memoryview
 """A piece of payload that the channel owns (a lease) or may read until `send` returns (a flat view)."""
-
-
-def align(nbytes: int) -> int:
-    """Round up to the alignment of buffers within a message."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def part_view(part: Part) -> memoryview:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from plait_fabric.errors import ProtocolViolation
-from plait_fabric.memory.pool import Lease
+from plait_fabric.memory.pool import Lease, align
 from plait_fabric.transport.frames import PREFIX_BYTES, FrameKind, Prefix, unpack_lengths, unpack_prefix
-from plait_fabric.transport.staging import align
 from plait_fabric.values import MessageLimits
 
 
