@@ -13,12 +13,9 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.inputs import Dense, Ids, Input
-from plait_disagg.models.dcn import Dcn
-from plait_disagg.models.din import Din
-from plait_disagg.models.dlrm import Dlrm
-from plait_disagg.models.hstu import Hstu
+from plait_disagg.models.features import Dcn, Dlrm, TwoTower
+from plait_disagg.models.history import Din, Hstu
 from plait_disagg.models.layers import Sparse
-from plait_disagg.models.two_tower import TwoTower
 
 # fmt: off
 # facebookresearch/dlrm, Criteo Kaggle Display Advertising Challenge: distinct values of the 26 categorical features.
