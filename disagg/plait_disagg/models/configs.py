@@ -33,11 +33,11 @@ _MLPERF_HOT = (
 )
 # fmt: on
 
-Config = Callable[[float], "tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]"]
-"""Maps a scale of the tables' rows to a factory of the module, its inputs, and the number of ids in a typical bag by
-input."""
-
 _Made = tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]
+"""A factory of the module, its inputs, and the number of ids in a typical bag by input."""
+
+Config = Callable[[float], _Made]
+"""Makes one for a scale of the tables' rows."""
 
 
 def build(name: str, rows_scale: float = 1.0, seed: int = 0) -> tuple[nn.Module, tuple[Input, ...]]:
@@ -72,8 +72,10 @@ def _scaled(rows: int, scale: float) -> int:
     return max(2, round(rows * scale))
 
 
-def _hot(features: Sequence[Sparse]) -> Mapping[str, int]:
-    return {feature.name: feature.hot for feature in features if feature.bag}
+def _pooled(make: Callable[[], nn.Module], features: Sequence[Sparse], *dense: Dense) -> _Made:
+    """Return the configuration of a model over these features and dense inputs."""
+    hot = {feature.name: feature.hot for feature in features if feature.bag}
+    return make, (*dense, *(feature.input for feature in features)), hot
 
 
 def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[int], top: Sequence[int]) -> Config:
@@ -82,8 +84,8 @@ def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[
 
     def config(scale: float) -> _Made:
         features = _features([rows] * tables, [hot] * tables, scale)
-        inputs = (Dense("dense", "user", (bottom[0],)), *(feature.input for feature in features))
-        return lambda: Dlrm(features, dim=dim, bottom=bottom, top=top, interaction="cat"), inputs, _hot(features)
+        dense = Dense("dense", "user", (bottom[0],))
+        return _pooled(lambda: Dlrm(features, dim=dim, bottom=bottom, top=top, interaction="cat"), features, dense)
 
     return config
 
@@ -91,25 +93,23 @@ def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[
 def _criteo_kaggle(scale: float) -> _Made:
     """Build the DLRM of facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh: one id per feature, interaction dot."""
     features = _features(_KAGGLE_ROWS, [1] * len(_KAGGLE_ROWS), scale, bag=False)
-    inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
 
     def make() -> nn.Module:
         return Dlrm(features, dim=16, bottom=(13, 512, 256, 64, 16), top=(512, 256, 1), interaction="dot")
 
-    return make, inputs, {}
+    return _pooled(make, features, Dense("dense", "user", (13,)))
 
 
 def _mlperf_dcnv2(scale: float) -> _Made:
     """Build dlrm-v2 of mlcommons/inference: multi-hot Criteo 1TB, DCNv2 with 3 low-rank layers of 512. 97.36 GiB at
     scale 1."""
     features = _features(_MLPERF_ROWS, _MLPERF_HOT, scale)
-    inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
 
     def make() -> nn.Module:
         over = (1024, 1024, 512, 256, 1)
         return Dcn(features, dim=128, bottom=(13, 512, 256, 128), over=over, layers=3, rank=512)
 
-    return make, inputs, _hot(features)
+    return _pooled(make, features, Dense("dense", "user", (13,)))
 
 
 def _two_tower(scale: float) -> _Made:
@@ -121,13 +121,11 @@ def _two_tower(scale: float) -> _Made:
         Sparse(name="item", rows=_scaled(1_000_000, scale), side="item", bag=False),
         Sparse(name="tags", rows=_scaled(10_000, scale), side="item", hot=5),
     )
-    dense = (Dense("user_dense", "user", (8,)), Dense("item_dense", "item", (8,)))
-    inputs = (*dense, *(feature.input for feature in features))
 
     def make() -> nn.Module:
         return TwoTower(features, dim=64, user_dense=8, item_dense=8, tower=(256, 128, 64))
 
-    return make, inputs, _hot(features)
+    return _pooled(make, features, Dense("user_dense", "user", (8,)), Dense("item_dense", "item", (8,)))
 
 
 def _din(scale: float) -> _Made:
