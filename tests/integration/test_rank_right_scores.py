@@ -192,7 +192,7 @@ def client(rig: Rig, hns: dict[str, HnWorker], tmp_path_factory: pytest.TempPath
         whole = CoreRanker(WholeCore(package.card(), package.sparse(), package.dense(prepares=True)))
         rig.callback(lambda whole=whole: asyncio.run(whole.close(drain_s=0.5)))
         card = package.card(mode="split")
-        hn = hns[name] = HnWorker(card, package.dense(prepares=True), [rig.listen(name)])
+        hn = hns[name] = HnWorker(card, {"": package.dense(prepares=True)}, [rig.listen(name)])
         rig.callback(hn.stop, drain_s=0.5)
         cn = CnCore(card, package.sparse(), rig.connect(name), backoff=QUICK)
         rig.callback(cn.stop, drain_s=0.5)

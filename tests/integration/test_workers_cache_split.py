@@ -60,7 +60,7 @@ class Workers:
     def hn(self, name: str = "hn") -> tuple[HnWorker, GatedDense]:
         """An HN that listens."""
         dense = GatedDense(self.package.dense())
-        worker = HnWorker(self.package.card(), dense, [self.rig.listen(name)])
+        worker = HnWorker(self.package.card(), {"": dense}, [self.rig.listen(name)])
         self.rig.callback(worker.stop, drain_s=0.5)
         return worker, dense
 

@@ -84,7 +84,7 @@ class Rig(ExitStack):
 
     def hn(self, dense: kit.FakeDense | None = None, *, name: str = "hn", card: ModelCard = kit.CARD) -> HnWorker:
         """An HN that listens."""
-        worker = HnWorker(card, dense or kit.FakeDense(), [self.listen(name)])
+        worker = HnWorker(card, {"": dense or kit.FakeDense()}, [self.listen(name)])
         self.callback(worker.stop, drain_s=0.5)
         return worker
 

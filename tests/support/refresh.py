@@ -240,14 +240,11 @@ class ServedPackage:
         """An HN that listens under the name, as one that starts now would come up."""
         live = open_live(self.folder, sparse=False, dense=True, prepares=self.prepares)
         self.hn_packages.append(live)
-        earlier = {version: half for version, half in live.dense.items() if version != live.dense_version}
         found: list[Refresher] = []
         worker = HnWorker(
             live.card(),
-            live.dense[live.dense_version],
+            live.dense,
             [self.rig.listen(name)],
-            dense_version=live.dense_version,
-            earlier=earlier,
             catch_up=lambda: found[0].catch_up(),
             knobs=self.knobs,
         )

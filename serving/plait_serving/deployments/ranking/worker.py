@@ -116,15 +116,7 @@ class RankWorker:
         card = live.card(mode="whole" if self._role == "whole" else "split")
         card = replace(card, name=self._model)  # what requests call it, not what its maker did
         if self._role == "hn":
-            hn = HnWorker(
-                card,
-                live.dense[live.dense_version],
-                listeners,
-                dense_version=live.dense_version,
-                earlier={version: half for version, half in live.dense.items() if version != live.dense_version},
-                catch_up=self._catch_up,
-                knobs=knobs,
-            )
+            hn = HnWorker(card, live.dense, listeners, catch_up=self._catch_up, knobs=knobs)
             return hn, hn
         if self._role == "shard":
             own = identity(live.package, plan_of(live.package, _there(self._sharding)), self._shard)
