@@ -94,12 +94,11 @@ def workers(match: Package) -> Iterator[Workers]:
         yield Workers(rig, match)
 
 
-@pytest.mark.parametrize("policy", ["lru", "static"])
-async def test_scores_are_the_same_and_fewer_bytes_cross(workers: Workers, policy: str) -> None:
+async def test_scores_are_the_same_and_fewer_bytes_cross(workers: Workers) -> None:
     """Bit for bit the whole model's; what crosses less is what the CN counts as saved."""
     workers.hn()
     plain = await workers.cn()
-    cached = await workers.cn(cache_rows=500, cache=policy)
+    cached = await workers.cn(cache_rows=500)
     for seed in range(12):
         await workers.right(plain, seed)
         await workers.right(cached, seed)
