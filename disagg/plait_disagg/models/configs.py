@@ -1,4 +1,5 @@
-"""Named configurations: the published shapes, with the facts and their sources beside each.
+"""Named configurations: the published shapes, with the facts and their sources beside each; and random requests for
+them, with ids as skewed as real ones.
 
 Which features are user-side is not published for any of them. We take every fourth table as item-side and the
 others, with the dense features, as user-side: long multi-hot features are mostly histories of users.
@@ -6,6 +7,7 @@ others, with the dense features, as user-side: long multi-hot features are mostl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -13,9 +15,11 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.inputs import Dense, Ids, Input
+from plait_disagg.graph.sample_inputs import Draw, sample
 from plait_disagg.models.features import Dcn, Dlrm, TwoTower
 from plait_disagg.models.history import Din, Hstu
 from plait_disagg.models.layers import Sparse
+from plait_disagg.values import RankRequest
 
 # fmt: off
 # facebookresearch/dlrm, Criteo Kaggle Display Advertising Challenge: distinct values of the 26 categorical features.
@@ -32,6 +36,10 @@ _MLPERF_HOT = (
     3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1
 )
 # fmt: on
+
+_SCRAMBLE = 2_654_435_761
+"""A prime (Knuth's multiplicative hash) that spreads the popular ids over the table; products stay below 2**63 for
+up to 2**31 rows."""
 
 _Made = tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]
 """A factory of the module, its inputs, and the number of ids in a typical bag by input."""
@@ -168,3 +176,38 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
     }
 )
 """Every named configuration."""
+
+
+def zipf(alpha: float) -> Draw:
+    """Return a function that draws ids, the k-th most popular with probability ~ k ** -alpha.
+
+    It inverts the continuous law; 0 is uniform. Published skews: 1.05 (NVIDIA's embedding cache benchmark) to 1.2
+    (HugeCTR's profiler).
+    """
+
+    def draw(count: int, rows: int, generator: torch.Generator) -> torch.Tensor:
+        u = torch.rand(count, generator=generator, dtype=torch.float64)
+        if abs(alpha - 1.0) < 1e-9:
+            rank = torch.exp(u * math.log(rows + 1))
+        else:
+            top = (rows + 1) ** (1.0 - alpha)
+            rank = ((top - 1.0) * u + 1.0) ** (1.0 / (1.0 - alpha))
+        places = rank.to(torch.int64).clamp_(1, rows) - 1
+        return places * _SCRAMBLE % rows
+
+    return draw
+
+
+def random_request(
+    inputs: Sequence[Input],
+    bounds: Mapping[str, int],
+    *,
+    model: str,
+    candidates: int,
+    ids_per_bag: Mapping[str, int],
+    alpha: float = 1.05,
+    seed: int = 0,
+) -> RankRequest:
+    """Draw a request that the model's check accepts, the same for the same seed. `bounds`: see `id_bounds`."""
+    tensors = sample(inputs, bounds, candidates=candidates, ids_per_bag=ids_per_bag, seed=seed, draw=zipf(alpha))
+    return RankRequest(request_id=f"{model}-{seed}", model=model, candidates=candidates, tensors=tensors)
