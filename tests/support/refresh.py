@@ -26,14 +26,13 @@ from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import UPDATES, Journal
-from plait_disagg.refresh.live_package import LivePackage, open_live
+from plait_disagg.refresh.live_package import LivePackage, Refresher, open_live
 from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Update, UpdatedRows, write_update
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
 from support.rank_fabric import QUICK, Rig
 from support.waiting import until

@@ -23,7 +23,7 @@ from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import HnKnobs, WorkerKnobs
 from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import RefreshError
-from plait_disagg.refresh.live_package import LivePackage, open_live
+from plait_disagg.refresh.live_package import LivePackage, Refresher, open_live
 from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.remote import RemoteShard, shards_metrics, wait_for_shards
 from plait_disagg.tables.rows_wire import ShardIdentity
@@ -31,7 +31,6 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.remote import RemoteCore
 from plait_disagg.workers.shard import ShardWorker
 from plait_disagg.workers.whole import WholeCore
