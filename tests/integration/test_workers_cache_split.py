@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
 
+from fakes.ranking_model import FakeDense
 from plait_disagg.errors import BadInput
 from plait_disagg.messages.hot_rows import RowSavings, RowSender
 from plait_disagg.messages.layout import layout_of_crossing
@@ -27,25 +27,18 @@ from support.refresh import scores
 from support.waiting import until
 
 
-class GatedDense:
-    """A package's dense half; `gate` holds batches up while it is not set."""
+class GatedDense(FakeDense):
+    """A package's dense half, behind the gate."""
 
     def __init__(self, inner: CompiledDense) -> None:
-        self.inner = inner
-        self.crossing = inner.crossing
-        self.batches: list[tuple[int, ...]] = []
-        self.gate = threading.Event()
-        self.gate.set()
+        super().__init__()
+        self.inner, self.crossing = inner, inner.crossing
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """See `DenseHalf`."""
         self.gate.wait(60)
         self.batches.append(tuple(candidates))
         return self.inner.run(crossing, candidates)
-
-    def metrics(self) -> Mapping[str, float]:
-        """See `DenseHalf`."""
-        return self.inner.metrics()
 
 
 @pytest.fixture(scope="module")
