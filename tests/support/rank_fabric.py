@@ -92,9 +92,7 @@ class Rig(ExitStack):
         self.callback(worker.stop, drain_s=0.5)
         return worker
 
-    def cn(
-        self, sparse: SparseHalf | None = None, *hns: str, card: ModelCard = kit.CARD, **options: Any
-    ) -> CnCore:
+    def cn(self, sparse: SparseHalf | None = None, *hns: str, card: ModelCard = kit.CARD, **options: Any) -> CnCore:
         """A CN's core that asks those HNs."""
         names = hns or ("hn",)
         options = {"hns": len(names), "backoff": QUICK} | options
