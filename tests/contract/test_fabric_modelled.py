@@ -73,7 +73,7 @@ class TestModelledShm(ChannelConformance, TensorConformance):
         return modelled(channel, OTHER_LINK)
 
 
-class TestModelledVirtual(ChannelConformance, TensorConformance):
+class TestModelledVirtual(ChannelConformance):
     """In virtual time, over TCP."""
 
     scheme = "tcp"

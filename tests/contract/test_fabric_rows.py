@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from plait_disagg.refresh.prepared_update import PreparedUpdate, RowWrite
-from plait_disagg.tables.errors import OtherVersion, ShardLost, ShardRefused
 from plait_disagg.tables.pieces import HeldPieces
-from plait_disagg.tables.protocols import LookupRequest
+from plait_disagg.tables.protocols import LookupRequest, OtherVersion, ShardLost, ShardRefused
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.remote import RemoteShard
 from plait_disagg.tables.rows_wire import WIRE_VERSION

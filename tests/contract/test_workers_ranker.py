@@ -38,14 +38,14 @@ class Stand:
         if "whole" in self.kind:
             core = self.core = self.rig.whole(self.sparse, self.dense, knobs)
             if self.kind == "whole":
-                return self.rig.local(core)
+                return await self.rig.local(core)
             self.rig.front(core)
             return await self.rig.ranker()
         self.rig.hn(self.dense)
         cn = self.core = self.rig.cn(self.sparse, knobs=knobs)
-        await until(lambda: cn.ready() is None)
+        local = await self.rig.local(cn)
         if self.kind == "cn":
-            return self.rig.local(cn)
+            return local
         self.rig.front(cn)
         return await self.rig.ranker()
 

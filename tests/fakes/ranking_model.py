@@ -82,7 +82,7 @@ class FakeSparse:
 class FakeDense:
     """A `DenseHalf`. A price of ``poison`` makes a batch fail; `gate` holds batches up while it is not set."""
 
-    crossing = (
+    crossing: tuple[Port, ...] = (
         Port(name="user", shape=(-1, DIM), dtype="float32", rows="user"),
         Port(name="age", shape=(-1, 1), dtype="float32", rows="user"),
         Port(name="item", shape=(-1, DIM), dtype="float32", rows="item"),

@@ -23,7 +23,7 @@ ASKER = """
 import json, sys
 import torch
 from plait_fabric import FabricOptions
-from plait_disagg.tables.errors import ShardLost
+from plait_disagg.tables.protocols import ShardLost
 from plait_disagg.tables.reference import SeparateTables
 from support.fabric import Replicas
 from support.fabric_rows import merged, reach

@@ -87,20 +87,6 @@ def server(template: Package, tmp_path: Path) -> Iterator[Server]:
         made.http.stop()
 
 
-def test_an_update_over_http(server, tmp_path):
-    """Answers, metadata and versioned paths all say the new version; the old one is gone."""
-    assert server.infer()[1]["model_version"] == "1"
-    update = kit.written(tmp_path / "u", kit.update(server.whole.package, "1", "2", seed=2))
-    assert server.load(update) == (200, {"name": "parts", "version": "2"})
-    status, answer = server.infer("/v2/models/parts/versions/2/infer")
-    assert (status, answer["model_version"]) == (200, "2")
-    twin = kit.twin(server.whole.package.folder, tmp_path / "twin")
-    scores = kit.scores(twin, kit.request(twin, 0))
-    torch.testing.assert_close(torch.tensor(answer["outputs"][0]["data"]), scores)
-    assert server.call("/v2/models/parts")[1]["versions"] == ["2"]
-    assert server.infer("/v2/models/parts/versions/1/infer")[0] == 404
-
-
 def test_what_is_refused_over_http(server, tmp_path):
     """A bad update by its field, a body that says something else, a model that stays as it is, a key that may not; and
     the old version is served on."""
@@ -121,18 +107,23 @@ def test_what_is_refused_over_http(server, tmp_path):
 
 
 def test_from_a_retrained_model_to_the_running_server(server, tmp_path, capsys):
-    """`plait models update`, `refresh`, `fold` and `plait recommend`, as their help says."""
+    """`plait models update`, `refresh` and `fold`, as their help says. Answers, metadata and versioned paths all say
+    the new version; the old one is gone."""
+    assert server.infer()[1]["model_version"] == "1"
     package, update = str(server.whole.package.folder), str(tmp_path / "u")
     assert main(["models", "update", package, f"{FILE}:make", "-o", update, "--version", "2"]) == 0
     assert capsys.readouterr().out == f"{update}\n"
     assert main(["models", "refresh", "parts", update, "--url", server.url, "--api-key", "boss"]) == 0
     assert capsys.readouterr().out == "parts is at version 2\n"
-    assert server.infer()[1]["model_version"] == "2"
+    status, answer = server.infer("/v2/models/parts/versions/2/infer")
+    assert (status, answer["model_version"]) == (200, "2")
+    assert server.call("/v2/models/parts")[1]["versions"] == ["2"]
+    assert server.infer("/v2/models/parts/versions/1/infer")[0] == 404
     assert main(["models", "fold", package, "-o", str(tmp_path / "folded")]) == 0
     assert read_manifest(tmp_path / "folded").version == "2"
     twin = open_package(tmp_path / "folded")
     scores = kit.scores(twin, kit.request(twin, 0))
-    torch.testing.assert_close(torch.tensor(server.infer()[1]["outputs"][0]["data"]), scores)
+    torch.testing.assert_close(torch.tensor(answer["outputs"][0]["data"]), scores)
 
 
 MISTAKES = {

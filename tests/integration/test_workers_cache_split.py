@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
 
+from fakes.ranking_model import FakeDense
 from plait_disagg.errors import BadInput
+from plait_disagg.messages.hot_rows import RowSavings, RowSender
+from plait_disagg.messages.layout import layout_of_crossing
+from plait_disagg.messages.wire import dense_message
 from plait_disagg.package.halves import CompiledDense
 from plait_disagg.package.read import Package
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -19,30 +22,23 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import connect
 from support import rank_rows as kit
-from support.rank_fabric import QUICK, Rig, hello_header
+from support.rank_fabric import Rig, hello_header
 from support.refresh import scores
 from support.waiting import until
 
 
-class GatedDense:
-    """A package's dense half; `gate` holds batches up while it is not set."""
+class GatedDense(FakeDense):
+    """A package's dense half, behind the gate."""
 
     def __init__(self, inner: CompiledDense) -> None:
-        self.inner = inner
-        self.crossing = inner.crossing
-        self.batches: list[tuple[int, ...]] = []
-        self.gate = threading.Event()
-        self.gate.set()
+        super().__init__()
+        self.inner, self.crossing = inner, inner.crossing
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """See `DenseHalf`."""
         self.gate.wait(60)
         self.batches.append(tuple(candidates))
         return self.inner.run(crossing, candidates)
-
-    def metrics(self) -> Mapping[str, float]:
-        """See `DenseHalf`."""
-        return self.inner.metrics()
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +53,15 @@ class Workers:
     def __init__(self, rig: Rig, package: Package) -> None:
         self.rig, self.package = rig, package
 
-    def hn(self, name: str = "hn") -> tuple[HnWorker, GatedDense]:
+    def hn(self) -> tuple[HnWorker, GatedDense]:
         """An HN that listens."""
         dense = GatedDense(self.package.dense())
-        worker = HnWorker(self.package.card(), dense, [self.rig.listen(name)])
-        self.rig.callback(worker.stop, drain_s=0.5)
-        return worker, dense
+        return self.rig.hn(dense, card=self.package.card()), dense
 
-    async def cn(self, *hns: str, **knobs: object) -> CnCore:
-        """A CN with an HN."""
-        names = hns or ("hn",)
-        core = CnCore(
-            self.package.card(),
-            self.package.sparse(),
-            self.rig.connect(*names),
-            hns=len(names),
-            knobs=WorkerKnobs(**knobs),  # type: ignore[arg-type]
-            backoff=QUICK,
-        )
-        self.rig.callback(core.stop, drain_s=0.5)
+    async def cn(self, **knobs: object) -> CnCore:
+        """A CN with that HN."""
+        of_cn = WorkerKnobs(**knobs)  # type: ignore[arg-type]
+        core = self.rig.cn(self.package.sparse(), card=self.package.card(), knobs=of_cn)
         await until(lambda: core.ready() is None)
         return core
 
@@ -101,12 +87,11 @@ def workers(match: Package) -> Iterator[Workers]:
         yield Workers(rig, match)
 
 
-@pytest.mark.parametrize("policy", ["lru", "static"])
-async def test_scores_are_the_same_and_fewer_bytes_cross(workers: Workers, policy: str) -> None:
+async def test_scores_are_the_same_and_fewer_bytes_cross(workers: Workers) -> None:
     """Bit for bit the whole model's; what crosses less is what the CN counts as saved."""
     workers.hn()
     plain = await workers.cn()
-    cached = await workers.cn(cache_rows=500, cache=policy)
+    cached = await workers.cn(cache_rows=500)
     for seed in range(12):
         await workers.right(plain, seed)
         await workers.right(cached, seed)
@@ -200,18 +185,30 @@ async def test_a_batch_that_fails_before_it_leaves_does_no_harm(
         await workers.right(cn, seed)
 
 
-async def test_a_malformed_cached_batch_costs_only_its_own_channel(workers: Workers) -> None:
+async def test_a_malformed_cached_batch_costs_only_its_own_channel(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
     """The HN hangs up on who sent it and serves the others."""
     workers.hn()
     cn = await workers.cn(cache_rows=10)
     await workers.right(cn, 0)
-    dense = {"kind": "dense", "number": 0, "n": [1], "layout": "i4:i::items", "flat": []}
-    for hot in ("what", [0, [8], [["items"]]], [0, [8], [["absent"]]]):
+    package, sparse = workers.package, workers.package.sparse()
+    sender = RowSender(sparse, WorkerKnobs(cache_rows=8), RowSavings())
+    tensors, hot = sender.encode(sparse.run_ids([kit.request(package)]))
+    layout = layout_of_crossing(package.dense().crossing, package.card().inputs)
+    nowhere = torch.full((7,), -1, dtype=torch.int32)
+    for items, changes, why in (
+        (tensors["items"], {"hot": "what"}, "hot is not number, slots, ports"),
+        (nowhere, {}, "a slot is outside"),
+    ):
         with connect(workers.rig.addresses["hn"], secret=workers.rig.secret) as channel:
             channel.send(hello_header("dense"))
             channel.recv(60).release()
-            channel.send(dense | {"hot": hot}, [memoryview(bytearray(4))])
+            crossing = tensors | {"items": items}
+            header, buffers = dense_message(0, layout, crossing, [7], channel.pool, wire="float32", hot=hot)
+            channel.send({**header, **changes}, buffers)
             with pytest.raises(Exception, match="peer"):
                 channel.recv(60)
+        assert why in caplog.text
     for seed in range(1, 4):
         await workers.right(cn, seed)

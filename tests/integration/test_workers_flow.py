@@ -15,13 +15,12 @@ import torch
 from fakes import ranking_model as kit
 from plait_disagg.errors import DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.wire import answers_message, failures_header, parse_dense
-from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankAnswer, RankTimings
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Channel, FabricError
 from support.log_file import LogFile, log_file
-from support.rank_fabric import CROSSING, OUTPUTS, Rig, welcome_header
+from support.rank_fabric import CROSSING, OUTPUTS, Rig, right, right_answers, welcome_header
 from support.waiting import until
 
 __all__ = ["log_file"]
@@ -32,11 +31,6 @@ def rig() -> Iterator[Rig]:
     """Workers in this process."""
     with Rig() as made:
         yield made
-
-
-async def _right(ranker: Ranker, seed: int = 5) -> None:
-    answer = await ranker.rank(kit.request(seed))
-    torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
 
 
 def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], None]) -> None:
@@ -81,10 +75,9 @@ async def test_an_hn_that_answers_twice_confuses_nobody(rig: Rig) -> None:
 
     _bad_hn(rig, twice)
     cn = rig.cn()
-    await until(lambda: cn.ready() is None)
-    ranker = rig.local(cn)
+    ranker = await rig.local(cn)
     for seed in range(5):
-        await _right(ranker, seed)
+        await right(ranker, seed)
     await until(lambda: cn.metrics()["late_answers_total"] == 5)
     assert cn.metrics()["lost_batches_total"] == 0
 
@@ -92,10 +85,9 @@ async def test_an_hn_that_answers_twice_confuses_nobody(rig: Rig) -> None:
 async def test_an_answer_to_nothing_costs_the_channel(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """A number that was never asked: whoever sends it is hung up on, and the request ends with a clear error."""
     _bad_hn(rig, lambda channel, number, outputs: _send(channel, number + 1_000, outputs))
-    cn = rig.cn()
-    await until(lambda: cn.ready() is None)
+    ranker = await rig.local(rig.cn())
     with pytest.raises(WorkerUnavailable, match="no HN answers"):
-        await rig.local(cn).rank(kit.request(1))
+        await ranker.rank(kit.request(1))
     assert "never asked" in caplog.text
 
 
@@ -104,11 +96,10 @@ async def test_an_answer_of_other_rows_costs_the_channel_and_leaves_nobody_waiti
     _bad_hn(
         rig, lambda channel, number, outputs: _send(channel, number, {name: it[1:] for name, it in outputs.items()})
     )
-    cn = rig.cn()
-    await until(lambda: cn.ready() is None)
+    ranker = await rig.local(rig.cn())
     with pytest.raises(WorkerUnavailable, match="no HN answers"):
         async with asyncio.timeout(60):
-            await rig.local(cn).rank(kit.request(1))
+            await ranker.rank(kit.request(1))
 
 
 async def test_an_answer_after_the_deadline_reaches_nobody(rig: Rig) -> None:
@@ -123,7 +114,7 @@ async def test_an_answer_after_the_deadline_reaches_nobody(rig: Rig) -> None:
     with pytest.raises(DeadlinePassed):
         await ranker.rank(dataclasses.replace(kit.request(1), deadline_s=time.monotonic() + 0.2))
     dense.gate.set()
-    await _right(ranker, 2)
+    await right(ranker, 2)
     await until(lambda: cn.metrics()["at_hns"] == 0)
 
 
@@ -137,7 +128,7 @@ async def test_hns_that_are_idle_share_what_waits(rig: Rig) -> None:
     await until(lambda: cn.metrics()["hns"] == 2)
     cn._loop.pace.saw_batch(3, 0.001)
     cn._loop.pace.saw_answer(0.1)  # there is time to share
-    ranker = rig.local(cn)
+    ranker = await rig.local(cn)
     sparse.gate.clear()
     bad = asyncio.ensure_future(ranker.rank(kit.request(changes={"item": torch.tensor([7, 7, 7])})))
     await until(lambda: sparse.entered > 0)
@@ -147,8 +138,7 @@ async def test_hns_that_are_idle_share_what_waits(rig: Rig) -> None:
     await until(lambda: cn.metrics()["at_hns"] == 2)
     for dense in halves:
         dense.gate.set()
-    for seed, answer in enumerate(await asyncio.gather(*asked)):
-        torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+    right_answers(await asyncio.gather(*asked))
     with pytest.raises(RankError):
         await bad
     assert [dense.batches for dense in halves] == [[(3, 3, 3, 3)]] * 2
@@ -167,8 +157,7 @@ async def test_what_an_hn_gives_up_as_too_late_makes_the_cn_more_careful(rig: Ri
 
     _bad_hn(rig, late)
     cn = rig.cn()
-    await until(lambda: cn.ready() is None)
-    ranker, pace = rig.local(cn), cn._loop.pace
+    ranker, pace = await rig.local(cn), cn._loop.pace
     margins = [pace.margin]
 
     async def ask() -> None:
@@ -209,8 +198,7 @@ async def test_after_its_deadline_a_lost_request_is_not_asked_again(rig: Rig) ->
     stuck.gate.clear()
     rig.hn(stuck, name="first")
     cn = rig.cn(None, "first", "second")
-    await until(lambda: cn.ready() is None)
-    ranker = rig.local(cn)
+    ranker = await rig.local(cn)
     with pytest.raises(DeadlinePassed):
         await ranker.rank(dataclasses.replace(kit.request(1), deadline_s=time.monotonic() + 1.0))
     rig.hn(other, name="second")
@@ -218,7 +206,7 @@ async def test_after_its_deadline_a_lost_request_is_not_asked_again(rig: Rig) ->
     rig.lose("first")
     await until(lambda: cn.metrics()["lost_batches_total"] == 1 and cn.metrics()["waiting"] == 0)
     stuck.gate.set()
-    await _right(ranker, 2)
+    await right(ranker, 2)
     assert len(other.batches) == 1
 
 
@@ -233,10 +221,11 @@ async def test_lines_follow_the_number_of_hns(rig: Rig) -> None:
     for hn in hns[1:]:
         hn.stop(drain_s=0.5)
     await until(lambda: cn.metrics()["hns"] == 1)
-    await _right(rig.local(cn))
+    ranker = await rig.local(cn)
+    await right(ranker)
     rig.hn(name=names[2])
     await until(lambda: cn.metrics()["hns"] == 2)
-    await _right(rig.local(cn))
+    await right(ranker)
 
 
 async def test_urgent_batches_pass_others_at_the_hn(rig: Rig) -> None:
@@ -246,9 +235,7 @@ async def test_urgent_batches_pass_others_at_the_hn(rig: Rig) -> None:
     hn = rig.hn(dense)
     hn.reconfigure(WorkerKnobs(largest_batch_rows=1, threads=2))  # of one thread, whoever receives a batch computes it
     cns = [rig.cn() for _ in range(2)]
-    for cn in cns:
-        await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
-    rankers = [rig.local(cn) for cn in cns]
+    rankers = [await rig.local(cn) for cn in cns]
     asked = []
     for number, (ranker, left_s) in enumerate([(0, 60.0), (0, 50.0), (1, 30.0), (1, None), (0, 40.0)]):
         deadline_s = None if left_s is None else time.monotonic() + left_s
@@ -276,21 +263,3 @@ async def test_lines_of_cn_and_hn_name_the_request(rig: Rig, log_file: LogFile) 
     of_cn, of_hn = log_file.lines("a batch failed unexpectedly")
     assert of_cn.endswith(" [r0]")
     assert of_hn.endswith(" [r1]")
-
-
-async def test_a_batch_names_no_more_requests_than_fit_its_header(rig: Rig) -> None:
-    """Long ids of many requests do not make a batch too large for the fabric."""
-    rig.hn()
-    sparse = kit.FakeSparse()
-    cn = rig.cn(sparse)
-    await until(lambda: cn.ready() is None)
-    ranker = rig.local(cn)
-    sparse.gate.clear()
-    long = [dataclasses.replace(kit.request(seed, 1), request_id=f"{seed}-" + "x" * 400) for seed in range(600)]
-    asking = [asyncio.ensure_future(ranker.rank(long[0]))]
-    await until(lambda: sparse.entered == 1)  # alone, so that as many others as fit share a batch
-    asking += [asyncio.ensure_future(ranker.rank(each)) for each in long[1:]]
-    await until(lambda: cn.metrics()["requests_total"] + cn.metrics()["waiting"] == len(asking))
-    sparse.gate.set()
-    await asyncio.gather(*asking)
-    assert max(sparse.batches) > 300

@@ -19,7 +19,7 @@ from plait_disagg.workers import remote
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import PeerLost, connect
 from support.paused import pause
-from support.rank_fabric import PATIENCE_S, Rig, hello_header
+from support.rank_fabric import PATIENCE_S, Rig, hello_header, right, right_answers
 from support.waiting import until
 
 
@@ -30,25 +30,19 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-async def _right(rig: Rig, ranker: object, seed: int = 5) -> None:
-    answer = await ranker.rank(kit.request(seed))  # type: ignore[attr-defined]
-    torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
-
-
 async def test_what_a_lost_hn_had_is_asked_of_another(rig: Rig) -> None:
     """The CN sends the batch again, once; nobody outside notices."""
     slow, quick = kit.FakeDense(), kit.FakeDense()
     slow.gate.clear()
     first = rig.hn(slow, name="hn")
     cn = rig.cn(None, "hn", "other")
-    await until(lambda: cn.ready() is None)
-    ranker = rig.local(cn)
+    ranker = await rig.local(cn)
     asked = asyncio.ensure_future(ranker.rank(kit.request(1)))
     await until(lambda: first.metrics()["waiting"] == 0 and cn.metrics()["at_hns"] == 1)
     rig.hn(quick, name="other")
     await until(lambda: cn.metrics()["hns"] == 2)
     rig.lose("hn")
-    torch.testing.assert_close((await asked).outputs["score"], kit.expected(kit.request(1))["score"])
+    right_answers([await asked], seed=1)
     assert cn.metrics()["lost_batches_total"] == 1
     slow.gate.set()
 
@@ -75,7 +69,7 @@ async def test_without_another_hn_the_request_ends_and_the_next_waits_for_nobody
     dense.gate.set()
     rig.hn()
     await until(lambda: cn.ready() is None)
-    await _right(rig, ranker)
+    await right(ranker)
 
 
 async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
@@ -89,8 +83,7 @@ async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
     asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(4)]
     await until(lambda: sum(task.done() for task in asked) == 2)  # those of b
     rig.lose("a")
-    for seed, answer in enumerate(await asyncio.gather(*asked)):
-        torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+    right_answers(await asyncio.gather(*asked))
     stuck.gate.set()
 
 
@@ -102,7 +95,7 @@ async def test_workers_that_are_gone_leave_nothing_behind(rig: Rig) -> None:
     ranker = await rig.ranker("a")
     for _ in range(4):
         await until(lambda cn=cn: ranker.metrics()["workers"] == 1 and cn.ready() is None)  # type: ignore[misc]
-        await _right(rig, ranker)
+        await right(ranker)
         assert hn.metrics()["window"] == 3
         rig.lose("a")
         cn.stop(drain_s=0)
@@ -126,7 +119,7 @@ async def test_a_connection_that_breaks_as_a_request_leaves_costs_nothing(
 
     monkeypatch.setattr(broken, "send", lost)
     for seed in itertools.count():  # of two that are idle, one is asked by chance
-        await _right(rig, ranker, seed)
+        await right(ranker, seed)
         if broken.closed:
             break
 
@@ -143,7 +136,7 @@ async def test_what_a_stopping_worker_refuses_is_asked_of_another(rig: Rig) -> N
     stopping.stop(drain_s=1)
     hns[0]._loop.close()
     for seed in range(6):
-        await _right(rig, ranker, seed)
+        await right(ranker, seed)
     assert stopping.metrics()["requests_total"] == 0
 
 
@@ -179,8 +172,7 @@ async def test_the_window_bounds_what_is_at_an_hn(rig: Rig) -> None:
     rig.hn(dense)
     # Of one thread, a CN on a slow host would split what waits into two batches, so that both sides compute at once.
     cn = rig.cn(sparse, knobs=WorkerKnobs(window=2, threads=2))
-    await until(lambda: cn.ready() is None)
-    ranker = rig.local(cn)
+    ranker = await rig.local(cn)
     asked = []
     for seed in range(2):
         asked.append(asyncio.ensure_future(ranker.rank(kit.request(seed))))
@@ -190,8 +182,7 @@ async def test_the_window_bounds_what_is_at_an_hn(rig: Rig) -> None:
     await asyncio.sleep(0.1)
     assert cn.metrics()["at_hns"] == 2
     dense.gate.set()
-    for seed, answer in enumerate(await asyncio.gather(*asked)):
-        torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+    right_answers(await asyncio.gather(*asked))
     assert sparse.batches == [1, 1, 8]
 
 
@@ -206,7 +197,7 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig, caplog: pytest.LogCa
     assert "no answer within 1 s" in caplog.text
     sparse.gate.set()
     await until(lambda: ranker.core.ready() is None)
-    await _right(rig, ranker)
+    await right(ranker)
 
 
 WORKER = """
@@ -237,7 +228,7 @@ async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
         try:
             rig.addresses["cn"] = (await worker.stdout.readline()).decode().strip()
             ranker = await rig.ranker()
-            await _right(rig, ranker)
+            await right(ranker)
             pause(worker.pid)
             request = kit.request(1, 5_000)
             asked = []
@@ -272,7 +263,7 @@ async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> Non
                 channel.send(then)
             with pytest.raises(Exception, match="peer"):
                 channel.recv(PATIENCE_S)
-    await _right(rig, ranker)
+    await right(ranker)
 
 
 async def test_a_request_of_another_version_is_bad_input(rig: Rig) -> None:
@@ -287,5 +278,5 @@ async def test_a_request_of_another_version_is_bad_input(rig: Rig) -> None:
     ):
         with pytest.raises(RankError, match="does not fit"):
             await ranker.rank(dataclasses.replace(request, tensors=tensors))
-    await _right(rig, ranker)
+    await right(ranker)
     assert ranker.metrics()["lost_total"] == 0

@@ -38,7 +38,7 @@ SECRET = new_secret()
 @pytest.fixture
 def worker() -> Iterator[HnWorker]:
     """The HN of a model, on TCP."""
-    made = HnWorker(kit.CARD, kit.FakeDense(), [listen("tcp://127.0.0.1:0", secret=SECRET)])
+    made = HnWorker(kit.CARD, {"": kit.FakeDense()}, [listen("tcp://127.0.0.1:0", secret=SECRET)])
     yield made
     made.stop(drain_s=0.5)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plait_fabric.link.link import Link
 from plait_fabric.link.link_files import LINKS, SourcedLink, read_links
 
@@ -13,8 +15,9 @@ def shipped(name: str = "100g-same-switch") -> SourcedLink:
 
 def slow_link(*, alpha_s: float = 2e-3, bytes_per_s: float = 1e9) -> Link:
     """A link that every host outruns."""
-    return shipped().link.with_values(
-        "slow",
+    return replace(
+        shipped().link,
+        name="slow",
         alpha_s=alpha_s,
         bytes_per_s=bytes_per_s,
         small_bytes=0,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from fakes import ranking_model as kit
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import VERSION, Role, card_payload, role_payload
+from plait_disagg.protocols import DenseHalf, Ranker, SparseHalf
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.values import ModelCard
+from plait_disagg.values import ModelCard, RankAnswer
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
@@ -82,17 +86,17 @@ class Rig(ExitStack):
 
         return dial
 
-    def hn(self, dense: kit.FakeDense | None = None, *, name: str = "hn", card: ModelCard = kit.CARD) -> HnWorker:
+    def hn(self, dense: DenseHalf | None = None, *, name: str = "hn", card: ModelCard = kit.CARD) -> HnWorker:
         """An HN that listens."""
-        worker = HnWorker(card, dense or kit.FakeDense(), [self.listen(name)])
+        worker = HnWorker(card, {"": dense or kit.FakeDense()}, [self.listen(name)])
         self.callback(worker.stop, drain_s=0.5)
         return worker
 
-    def cn(self, sparse: kit.FakeSparse | None = None, *hns: str, **options: Any) -> CnCore:
+    def cn(self, sparse: SparseHalf | None = None, *hns: str, card: ModelCard = kit.CARD, **options: Any) -> CnCore:
         """A CN's core that asks those HNs."""
         names = hns or ("hn",)
         options = {"hns": len(names), "backoff": QUICK} | options
-        core = CnCore(kit.CARD, sparse or kit.FakeSparse(), self.connect(*names), **options)
+        core = CnCore(card, sparse or kit.FakeSparse(), self.connect(*names), **options)
         self.callback(core.stop, drain_s=0.5)
         return core
 
@@ -119,6 +123,18 @@ class Rig(ExitStack):
         await until(lambda: ranker.core.ready() is None)
         return ranker
 
-    def local(self, core: Core) -> CoreRanker:
-        """A ranker around a core of this process."""
+    async def local(self, core: Core) -> CoreRanker:
+        """A ranker around a core of this process that is ready."""
+        await until(lambda: core.ready() is None)
         return CoreRanker(core)
+
+
+async def right(ranker: Ranker, seed: int = 5) -> None:
+    """Asks, and compares."""
+    right_answers([await ranker.rank(kit.request(seed))], seed)
+
+
+def right_answers(answers: Iterable[RankAnswer], seed: int = 0) -> None:
+    """Compares the answers to the requests of that seed and the ones after it."""
+    for number, answer in enumerate(answers, start=seed):
+        torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(number))["score"])

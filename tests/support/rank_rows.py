@@ -9,7 +9,7 @@ from torch import nn
 
 from plait_disagg.graph.inputs import Ids, Input
 from plait_disagg.messages.check import check_request
-from plait_disagg.models.requests import random_request
+from plait_disagg.models.configs import random_request
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.tables.values import OutOfRange

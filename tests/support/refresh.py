@@ -26,14 +26,13 @@ from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import UPDATES, Journal
-from plait_disagg.refresh.live_package import LivePackage, open_live
+from plait_disagg.refresh.live_package import LivePackage, Refresher, open_live
 from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Update, UpdatedRows, write_update
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
 from support.rank_fabric import QUICK, Rig
 from support.waiting import until
@@ -240,14 +239,11 @@ class ServedPackage:
         """An HN that listens under the name, as one that starts now would come up."""
         live = open_live(self.folder, sparse=False, dense=True, prepares=self.prepares)
         self.hn_packages.append(live)
-        earlier = {version: half for version, half in live.dense.items() if version != live.dense_version}
         found: list[Refresher] = []
         worker = HnWorker(
             live.card(),
-            live.dense[live.dense_version],
+            live.dense,
             [self.rig.listen(name)],
-            dense_version=live.dense_version,
-            earlier=earlier,
             catch_up=lambda: found[0].catch_up(),
             knobs=self.knobs,
         )

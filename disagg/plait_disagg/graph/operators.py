@@ -114,6 +114,7 @@ _TABLE: dict[str, Operator] = {
     **_words("layout", rows.along("dim"), "squeeze.dim squeeze.dims select.int narrow", view=True),
     **_words("layout", rows.along("dim0", "dim1"), "transpose.int", view=True),
     **_words("layout", rows.permuted, "permute", view=True),
+    **_words("layout", rows.unsqueezed, "unsqueeze", view=True),
     **_words("layout", rows.repeated, "repeat"),
     **_words("layout", rows.indexed, "index.Tensor"),
     **_words("layout", rows.gathered, "gather index_select"),
@@ -139,16 +140,6 @@ _TABLE: dict[str, Operator] = {
     **_words("gemm", rows.einsum, "einsum"),
     **_words("attention", rows.attention, "scaled_dot_product_attention"),
 }
-
-
-def _unsqueezed(call: rows.OperatorCall) -> str | None:
-    source = call.tensor("self")
-    if source.counts and call.arguments["dim"] % (source.ndim + 1) == 0:
-        raise rows.MixesRows("it moves the rows away from the first dimension")
-    return rows.one_count(call)
-
-
-_TABLE |= _words("layout", _unsqueezed, "unsqueeze", view=True)
 
 
 class _Vocabulary(Mapping[str, Operator]):

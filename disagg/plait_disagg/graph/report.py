@@ -94,9 +94,7 @@ class CutReport:
             f"{'crosses, bytes for one request of ... candidates':{_WIDTH}}" + "".join(f"{size:>12}" for size in sizes)
         )
         for crossing in self.crossings:
-            count = f"{len(crossing.names)} × " if len(crossing.names) > 1 else ""
-            kind = f"{count}{shape_text(crossing)}  {shortened(crossing.names)}"
-            what = f"  {_side(crossing.rows):9} {kind}"
+            what = f"  {_side(crossing.rows):9} {shape_text(crossing)}  {shortened(crossing.names)}"
             lines.append(
                 f"{what[: _WIDTH - 1]:{_WIDTH}}" + "".join(f"{crossing.bytes_at[size]:>12,}" for size in sizes)
             )
@@ -141,10 +139,11 @@ def cut_report(
 
 
 def shape_text(crossing: CrossingValues) -> str:
-    """Return the shape for display, as in `(candidates, 32) float32`."""
+    """Return number and shape for display, as in `6 × (candidates, 32) float32`."""
+    count = f"{len(crossing.names)} × " if len(crossing.names) > 1 else ""
     front = "users" if crossing.rows == "user" else "candidates"
     sizes = [front if size == ROWS else str(size) for size in crossing.shape]
-    return f"({', '.join(sizes)}) {crossing.dtype}"
+    return f"{count}({', '.join(sizes)}) {crossing.dtype}"
 
 
 def human_bytes(count: int) -> str:

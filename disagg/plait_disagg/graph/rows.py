@@ -184,11 +184,17 @@ def repeated(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
+_AWAY = "it moves the rows away from the first dimension"
+
 permuted = only_if(
-    lambda call: not call.tensor("self").counts or call.arguments["dims"][0] % call.tensor("self").ndim == 0,
-    "it moves the rows away from the first dimension",
+    lambda call: not call.tensor("self").counts or call.arguments["dims"][0] % call.tensor("self").ndim == 0, _AWAY
 )
 """Checks permute: the first dimension stays first."""
+
+unsqueezed = only_if(
+    lambda call: not call.tensor("self").counts or call.arguments["dim"] % (call.tensor("self").ndim + 1) != 0, _AWAY
+)
+"""Checks unsqueeze: no dimension comes before the first."""
 
 
 def weighted(*names: str, what: str = "its weight depends", over_rows: str = "") -> Rule:

@@ -113,10 +113,9 @@ def _crossings(report: CutReport, places: dict[int, tuple[int, int]], candidates
 
 
 def _label(crossing: CrossingValues, x: int, y: int, candidates: int) -> list[str]:
-    count = f"{len(crossing.names)} × " if len(crossing.names) > 1 else ""
     return [
         _text(x, y - 4, human_bytes(crossing.bytes_at[candidates]), "bytes"),
-        _text(x, y + 13, _clipped(count + shape_text(crossing), 40), "small"),
+        _text(x, y + 13, _clipped(shape_text(crossing), 40), "small"),
     ]
 
 

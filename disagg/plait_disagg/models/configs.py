@@ -1,4 +1,5 @@
-"""Named configurations: the published shapes, with the facts and their sources beside each.
+"""Named configurations: the published shapes, with the facts and their sources beside each; and random requests for
+them, with ids as skewed as real ones.
 
 Which features are user-side is not published for any of them. We take every fourth table as item-side and the
 others, with the dense features, as user-side: long multi-hot features are mostly histories of users.
@@ -6,6 +7,7 @@ others, with the dense features, as user-side: long multi-hot features are mostl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -13,12 +15,11 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.inputs import Dense, Ids, Input
-from plait_disagg.models.dcn import Dcn
-from plait_disagg.models.din import Din
-from plait_disagg.models.dlrm import Dlrm
-from plait_disagg.models.hstu import Hstu
+from plait_disagg.graph.sample_inputs import Draw, sample
+from plait_disagg.models.features import Dcn, Dlrm, TwoTower
+from plait_disagg.models.history import Din, Hstu
 from plait_disagg.models.layers import Sparse
-from plait_disagg.models.two_tower import TwoTower
+from plait_disagg.values import RankRequest
 
 # fmt: off
 # facebookresearch/dlrm, Criteo Kaggle Display Advertising Challenge: distinct values of the 26 categorical features.
@@ -36,11 +37,15 @@ _MLPERF_HOT = (
 )
 # fmt: on
 
-Config = Callable[[float], "tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]"]
-"""Maps a scale of the tables' rows to a factory of the module, its inputs, and the number of ids in a typical bag by
-input."""
+_SCRAMBLE = 2_654_435_761
+"""A prime (Knuth's multiplicative hash) that spreads the popular ids over the table; products stay below 2**63 for
+up to 2**31 rows."""
 
 _Made = tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]
+"""A factory of the module, its inputs, and the number of ids in a typical bag by input."""
+
+Config = Callable[[float], _Made]
+"""Makes one for a scale of the tables' rows."""
 
 
 def build(name: str, rows_scale: float = 1.0, seed: int = 0) -> tuple[nn.Module, tuple[Input, ...]]:
@@ -75,8 +80,10 @@ def _scaled(rows: int, scale: float) -> int:
     return max(2, round(rows * scale))
 
 
-def _hot(features: Sequence[Sparse]) -> Mapping[str, int]:
-    return {feature.name: feature.hot for feature in features if feature.bag}
+def _pooled(make: Callable[[], nn.Module], features: Sequence[Sparse], *dense: Dense) -> _Made:
+    """Return the configuration of a model over these features and dense inputs."""
+    hot = {feature.name: feature.hot for feature in features if feature.bag}
+    return make, (*dense, *(feature.input for feature in features)), hot
 
 
 def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[int], top: Sequence[int]) -> Config:
@@ -85,8 +92,8 @@ def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[
 
     def config(scale: float) -> _Made:
         features = _features([rows] * tables, [hot] * tables, scale)
-        inputs = (Dense("dense", "user", (bottom[0],)), *(feature.input for feature in features))
-        return lambda: Dlrm(features, dim=dim, bottom=bottom, top=top, interaction="cat"), inputs, _hot(features)
+        dense = Dense("dense", "user", (bottom[0],))
+        return _pooled(lambda: Dlrm(features, dim=dim, bottom=bottom, top=top, interaction="cat"), features, dense)
 
     return config
 
@@ -94,25 +101,23 @@ def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[
 def _criteo_kaggle(scale: float) -> _Made:
     """Build the DLRM of facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh: one id per feature, interaction dot."""
     features = _features(_KAGGLE_ROWS, [1] * len(_KAGGLE_ROWS), scale, bag=False)
-    inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
 
     def make() -> nn.Module:
         return Dlrm(features, dim=16, bottom=(13, 512, 256, 64, 16), top=(512, 256, 1), interaction="dot")
 
-    return make, inputs, {}
+    return _pooled(make, features, Dense("dense", "user", (13,)))
 
 
 def _mlperf_dcnv2(scale: float) -> _Made:
     """Build dlrm-v2 of mlcommons/inference: multi-hot Criteo 1TB, DCNv2 with 3 low-rank layers of 512. 97.36 GiB at
     scale 1."""
     features = _features(_MLPERF_ROWS, _MLPERF_HOT, scale)
-    inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
 
     def make() -> nn.Module:
         over = (1024, 1024, 512, 256, 1)
         return Dcn(features, dim=128, bottom=(13, 512, 256, 128), over=over, layers=3, rank=512)
 
-    return make, inputs, _hot(features)
+    return _pooled(make, features, Dense("dense", "user", (13,)))
 
 
 def _two_tower(scale: float) -> _Made:
@@ -124,13 +129,11 @@ def _two_tower(scale: float) -> _Made:
         Sparse(name="item", rows=_scaled(1_000_000, scale), side="item", bag=False),
         Sparse(name="tags", rows=_scaled(10_000, scale), side="item", hot=5),
     )
-    dense = (Dense("user_dense", "user", (8,)), Dense("item_dense", "item", (8,)))
-    inputs = (*dense, *(feature.input for feature in features))
 
     def make() -> nn.Module:
         return TwoTower(features, dim=64, user_dense=8, item_dense=8, tower=(256, 128, 64))
 
-    return make, inputs, _hot(features)
+    return _pooled(make, features, Dense("user_dense", "user", (8,)), Dense("item_dense", "item", (8,)))
 
 
 def _din(scale: float) -> _Made:
@@ -173,3 +176,38 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
     }
 )
 """Every named configuration."""
+
+
+def zipf(alpha: float) -> Draw:
+    """Return a function that draws ids, the k-th most popular with probability ~ k ** -alpha.
+
+    It inverts the continuous law; 0 is uniform. Published skews: 1.05 (NVIDIA's embedding cache benchmark) to 1.2
+    (HugeCTR's profiler).
+    """
+
+    def draw(count: int, rows: int, generator: torch.Generator) -> torch.Tensor:
+        u = torch.rand(count, generator=generator, dtype=torch.float64)
+        if abs(alpha - 1.0) < 1e-9:
+            rank = torch.exp(u * math.log(rows + 1))
+        else:
+            top = (rows + 1) ** (1.0 - alpha)
+            rank = ((top - 1.0) * u + 1.0) ** (1.0 / (1.0 - alpha))
+        places = rank.to(torch.int64).clamp_(1, rows) - 1
+        return places * _SCRAMBLE % rows
+
+    return draw
+
+
+def random_request(
+    inputs: Sequence[Input],
+    bounds: Mapping[str, int],
+    *,
+    model: str,
+    candidates: int,
+    ids_per_bag: Mapping[str, int],
+    alpha: float = 1.05,
+    seed: int = 0,
+) -> RankRequest:
+    """Draw a request that the model's check accepts, the same for the same seed. `bounds`: see `id_bounds`."""
+    tensors = sample(inputs, bounds, candidates=candidates, ids_per_bag=ids_per_bag, seed=seed, draw=zipf(alpha))
+    return RankRequest(request_id=f"{model}-{seed}", model=model, candidates=candidates, tensors=tensors)

@@ -34,7 +34,7 @@ from plait_disagg.package.manifest import (
     sha256_of,
 )
 from plait_disagg.package.memory import check_cn, check_hn
-from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.container import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.storage import TableSet, open_tables

@@ -15,14 +15,14 @@ from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.execute import run_reference
-from plait_disagg.graph.inputs import Input, check_bags
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Ids, Input, check_bags, range_of
 from plait_disagg.graph.program import LOOKUP, USER_OF, Ref
-from plait_disagg.graph.sample_inputs import id_sources
+from plait_disagg.graph.sample_inputs import collate, id_sources, sample
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
-from plait_disagg.graph.verify import ReturnsNan, verify_halves
+from plait_disagg.graph.verify import ReturnsNan, module_outputs, verify_halves
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import VERSION, card_payload
 from plait_disagg.package.items import Items, owner_of, save_tensors, write_items
@@ -44,7 +44,6 @@ from plait_disagg.package.manifest import (
 )
 from plait_disagg.package.memory import check_cn, check_hn
 from plait_disagg.package.read import Package
-from plait_disagg.package.samples import blamed, check_samples
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
@@ -55,6 +54,11 @@ from plait_fabric import FrameTooLarge, MessageLimits
 from plait_fabric.layouts import LayoutError
 from plait_fabric.rpc.fields import greeting
 from plait_fabric.transport.frames import encode_header
+
+_SAMPLES = 8
+
+_SHOWN = 8
+"""Numbers of an input in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +133,7 @@ def _write(
         may_move=rejecting,
     )
     tables = FusedTables(open_tables(folder / TABLES))
-    check_samples(module, ready, ids_per_bag=options.ids_per_bag)
+    _check_samples(module, ready, ids_per_bag=options.ids_per_bag)
     problem = measured_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
     halves = split(problem.program, CUTTERS[options.cutter](problem))
     at_hn = {port.name for port in halves.hn.constants}
@@ -251,7 +255,7 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
             ids_per_bag=options.ids_per_bag,
         )
     except ReturnsNan as nan:
-        raise PackageError(blamed(module, ready, nan.batch, nan)) from nan
+        raise PackageError(_blamed(module, ready, nan.batch, nan)) from nan
     if failures:
         raise PackageError(f"the halves do not make what the model makes: {'; '.join(failures)}")
 
@@ -259,3 +263,77 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
 def _as_stored(tables: FusedTables, name: str, rows: int) -> torch.Tensor:
     """Return all rows of a table as a lookup would."""
     return tables.lookup([LookupRequest(table=name, mode="rows", ids=torch.arange(rows))])[0]
+
+
+# Does the module take the requests that it is checked with? If not, which input is to blame?
+
+
+def _check_samples(module: nn.Module, ready: Cuttable, *, ids_per_bag: Mapping[str, int]) -> None:
+    """Run the module on random requests. Raises `PackageError`, naming the input that caused it, if that raises or
+    returns NaN."""
+    for seed in range(_SAMPLES):
+        count = 2 + seed
+        request = sample(ready.inputs, ready.bounds, candidates=count, ids_per_bag=ids_per_bag, seed=seed)
+        batch = collate(ready.inputs, [request], [count])
+        error = _fault(module, ready, batch)
+        if error is not None:
+            raise PackageError(_blamed(module, ready, batch, error)) from error
+
+
+def _blamed(module: nn.Module, ready: Cuttable, batch: Mapping[str, torch.Tensor], error: Exception) -> str:
+    """Return what the module did with a random batch (`collate`), with the input whose numbers make the difference."""
+    nan = error.row if isinstance(error, ReturnsNan) else None
+    said = " ".join(str(error).split())[:200]
+    for item in ready.inputs:
+        is_open = _is_open(item, ready)
+        hint = f"; {_declaration(item)}" if is_open else ""
+        for number in (1, 0, 2) if is_open or nan is not None else ():
+            if _fault(module, ready, {**batch, **_filled(item, batch, number)}) is not None:
+                continue
+            if nan is not None:
+                return f"the model itself returns NaN for a random {_shown(item, batch, nan)}{hint}"
+            return f"the module raises on a random {item.name} ({said}){hint}"
+    if nan is not None:
+        every = ", ".join(_shown(item, batch, nan) for item in ready.inputs)
+        return f"the model itself returns NaN for a random request: {every}"
+    return f"the module raises on a random request: {said}"
+
+
+def _is_open(item: Input, ready: Cuttable) -> bool:
+    """Return whether neither a table nor a declaration says which numbers an input has."""
+    return isinstance(item, Ids | Dense) and range_of(item) == (None, None) and item.name not in ready.bounds
+
+
+def _declaration(item: Input) -> str:
+    declared = "low=0, high=1" if isinstance(item, Dense) else "min=1, max=50"
+    return f'declare which numbers it takes, as in {type(item).__name__}("{item.name}", {declared})'
+
+
+def _filled(item: Input, batch: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of an input that is `number` throughout; a bag has one id in each row."""
+    if not isinstance(item, Bag):
+        return {item.name: torch.full_like(batch[item.name], number)}
+    rows = len(batch[item.name + OFFSETS]) - 1
+    made = {item.name: torch.zeros(rows, dtype=torch.int64), item.name + OFFSETS: torch.arange(rows + 1)}
+    return made | ({item.name + WEIGHTS: torch.full((rows,), float(number))} if item.weighted else {})
+
+
+def _shown(item: Input, batch: Mapping[str, torch.Tensor], candidate: int) -> str:
+    """Return what an input is for one candidate, for people to read."""
+    row = candidate if item.side == "item" else int(batch[USER_OF][candidate])
+    if isinstance(item, Bag):
+        first, last = batch[item.name + OFFSETS][row : row + 2].tolist()
+        numbers = batch[item.name][first:last]
+    else:
+        numbers = batch[item.name][row].reshape(-1)
+    shown = ", ".join(f"{number:.4g}" for number in numbers[:_SHOWN].tolist())
+    return f"{item.name} [{shown}{', ...' if len(numbers) > _SHOWN else ''}]"
+
+
+def _fault(module: nn.Module, ready: Cuttable, batch: Mapping[str, torch.Tensor]) -> Exception | None:
+    """Return what the module raises, or that it returns NaN; None if neither."""
+    try:
+        module_outputs(module, ready.inputs, batch)
+    except Exception as error:  # whatever the module says
+        return error
+    return None

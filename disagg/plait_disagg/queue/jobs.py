@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from plait_disagg.errors import BadInput, RankError, WorkerUnavailable
-from plait_disagg.tables.errors import ShardLost
-from plait_disagg.tables.protocols import BadId
+from plait_disagg.tables.protocols import BadId, ShardLost
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 from plait_fabric import FrameTooLarge, PoolExhausted
 

@@ -26,8 +26,6 @@ import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
-from plait_disagg.tables.errors import BadTableFile
-
 _PAGE_BYTES = 4096
 """The alignment of the data, so that rows whose size is a power of two do not straddle pages."""
 
@@ -48,6 +46,13 @@ _MAP_NORESERVE = 0x4000
 writable private mapping as if all of its pages were written (vm.overcommit_memory=2 counts it all the same)."""
 
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class BadTableFile(Exception):
+    """A file is not one of our table files, or not a complete one; `field` names the part of it that is wrong."""
+
+    def __init__(self, path: Path, field: str, why: str) -> None:
+        super().__init__(f"{path}: {field}: {why}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

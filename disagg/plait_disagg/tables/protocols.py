@@ -45,6 +45,28 @@ class BadId(Exception):
         self.position = position
 
 
+class ShardLost(Exception):
+    """No replica of a shard can be reached, or none answered in time; one may answer again after `back_in_s`."""
+
+    def __init__(self, shard: str, why: str, *, back_in_s: float | None = None) -> None:
+        super().__init__(f"{shard}: {why}")
+        self.back_in_s = back_in_s
+
+
+class ShardRefused(Exception):
+    """A shard understood the lookup but cannot serve it, say for a piece that it does not have: a mistake of ours."""
+
+    def __init__(self, shard: str, why: str) -> None:
+        super().__init__(f"{shard}: {why}")
+
+
+class OtherVersion(Exception):
+    """A shard has another version of the rows than it was asked for: a refresh is on its way. Ask again."""
+
+    def __init__(self, shard: str, *, asked: str, has: str) -> None:
+        super().__init__(f"{shard} has version {has}, not {asked}")
+
+
 class Tables(Protocol):
     """Embedding tables. Not thread-safe: one thread owns them."""
 

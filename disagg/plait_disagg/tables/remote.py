@@ -17,8 +17,7 @@ from functools import partial
 
 import torch
 
-from plait_disagg.tables.errors import OtherVersion, ShardLost, ShardRefused
-from plait_disagg.tables.protocols import LookupRequest
+from plait_disagg.tables.protocols import LookupRequest, OtherVersion, ShardLost, ShardRefused
 from plait_disagg.tables.rows_wire import WIRE_VERSION, Refusal, ShardIdentity, pack_requests, parse_answer
 from plait_fabric import FabricError, Message
 from plait_fabric.rpc.client import Client, Connect

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plait_disagg.tables.errors import ShardRefused
 from plait_disagg.tables.formats import LAYOUTS, decode_rows, pool
 from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.plan import ShardPlan, TablePiece
-from plait_disagg.tables.protocols import LookupRequest, ShardTables
+from plait_disagg.tables.protocols import LookupRequest, ShardRefused, ShardTables
 from plait_disagg.tables.values import RowFormat, Table
 
 

@@ -18,8 +18,7 @@ from typing import BinaryIO, Literal, TypeVar, get_args
 import torch
 from pydantic import BaseModel, ValidationError
 
-from plait_disagg.tables.container import map_container, read_ahead, write_container
-from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.container import BadTableFile, map_container, read_ahead, write_container
 from plait_disagg.tables.formats import LAYOUTS, encode_rows
 from plait_disagg.tables.values import OutOfRange, RowFormat, Table, TableGroup, row_bytes
 

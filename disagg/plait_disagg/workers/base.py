@@ -19,7 +19,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.queue.order import Downstream
 from plait_disagg.refresh.prepared_update import PreparedUpdate
-from plait_disagg.tables.errors import OtherVersion
+from plait_disagg.tables.protocols import OtherVersion
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_fabric import Listener
 from plait_fabric.rpc.server import Server, ServerProtocol

@@ -71,28 +71,25 @@ class HnWorker(ServedWorker):
     def __init__(
         self,
         card: ModelCard,
-        dense: DenseHalf,
+        dense: Mapping[str, DenseHalf],
         listeners: Sequence[Listener],
         *,
-        dense_version: str = "",
-        earlier: Mapping[str, DenseHalf] | None = None,
         catch_up: Callable[[], None] | None = None,
         knobs: WorkerKnobs | None = None,
     ) -> None:
         """Start the worker at once.
 
-        `dense` is of `dense_version`, `earlier` are older ones that CNs may still request, newest last; `catch_up`
-        is called, on the compute thread, when a CN requests a version that is not here, and may `prepare` and
-        `apply_update` it.
+        `dense`: the halves that CNs may request by dense version, newest last; `catch_up` is called, on the compute
+        thread, when a CN requests a version that is not here, and may `prepare` and `apply_update` it.
         """
-        self._held = (*(earlier or {}).items(), (dense_version, dense))[-KEPT:]
+        self._held = (*dense.items(),)[-KEPT:]
         self._prepared: tuple[tuple[str, DenseHalf], ...] = ()
         self._catch_up = catch_up
         self._caught_up_s = float("-inf")
         self._busy_s = 0.0
         self._stay_s = 0.0
         self._windows: dict[int, int] = {}  # as each CN said last
-        self._crossing = layout_of_crossing(dense.crossing, card.inputs)
+        self._crossing = layout_of_crossing(self._held[-1][1].crossing, card.inputs)
         self._outputs = layouts_of(card).outputs
         self._hot: dict[int, RowReceiver] = {}  # by number of the peer; each is its thread's own
         self._loop: BatchLoop[_Dense] = BatchLoop(

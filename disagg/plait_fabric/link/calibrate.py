@@ -16,7 +16,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,8 @@ def calibrate(name: str, found: Iterable[Measurements], base: SourcedLink, *, so
     if not values.keys() - {"inline_bytes"}:
         raise BadMeasurement("there are too few sizes to fit anything: two latencies of small or of large messages")
     implied = {} if small else _implied_small(base.link, values)
-    link = base.link.with_values(name, **values, **implied)
+    fitted: dict[str, Any] = {"name": name, **values, **implied}
+    link = replace(base.link, **fitted)
     worst, nbytes = fit_error(link, latencies)
     if worst > _MAX_ERROR:
         raise BadMeasurement(

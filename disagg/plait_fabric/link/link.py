@@ -14,8 +14,7 @@ A message keeps the sender's port busy for max(gap_s, n / bytes_per_s), and late
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -63,7 +62,7 @@ class Link:
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
                 why = f"must be a {'whole ' if whole else ''}number, not {value!r}"
                 raise BadLink(self.name, parameter.name, why)
-            if not math.isfinite(value) or not min_value <= value <= max_value:
+            if not min_value <= value <= max_value:
                 raise BadLink(self.name, parameter.name, f"{value!r} is outside of {min_value:g}..{max_value:g}")
         if self.small_s_per_byte * self.bytes_per_s < 1 - 1e-9:
             raise BadLink(self.name, "small_s_per_byte", "a byte of a small message cannot be faster than bytes_per_s")
@@ -92,10 +91,6 @@ class Link:
         """Return the time from a message's start at the sender's port to its start at the receiver's: the rest of
         `one_way_s`."""
         return max(0.0, self.one_way_s(nbytes) - self.sender_s - self.busy_s(nbytes) - self.completion_s)
-
-    def with_values(self, name: str, **values: Any) -> Link:
-        """Return a copy of this link with that name and those values. Raises `BadLink`."""
-        return replace(self, name=name, **values)
 
 
 PARAMETERS = tuple(parameter.name for parameter in fields(Link)[1:])

@@ -11,7 +11,6 @@ A link that is `like` another of the same file inherits the parameters that it d
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +106,4 @@ def _said(link: str, field: str, said: object) -> tuple[Any, str]:
     value, source = said["value"], said["source"]
     if not isinstance(source, str) or not source.strip():
         raise BadLink(link, field, "must say its source")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadLink(link, field, f"{value!r} is no number")
     return value, source

@@ -3,7 +3,7 @@
 It is at the beginning of the writer's segment: a page of control words, each on a cache line of its own, then the
 packets. A packet is its length (u64) and its bytes, padded to words; one that would not fit before the end of the
 ring leaves a mark there and starts over. `written` and `taken` count bytes since the beginning and never decrease.
-Behind the control words are those by which the reader tells that it has released a message (`transport/credit.py`).
+Behind the control words are those by which the reader tells that it has released a message (`transport/shm.py`).
 
 The reader sets `sleeping` before it waits for the kernel to wake it, and checks once more; the writer publishes its
 packet and then checks `sleeping`. One of the two sees the other (Dekker 1965), provided that a store is not

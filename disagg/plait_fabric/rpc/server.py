@@ -156,23 +156,21 @@ class Server:
     def announce(self, header: Header) -> None:
         """Send this to all clients, including those being greeted now. Later clients get the welcome instead."""
         self._announced = header
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:
-            if peer.is_greeted:
-                peer.send(header)
+        self._tell(header)
 
     def leave(self, timeout_s: float) -> None:
         """Ask all clients to find another server, and serve them until they have, or looked in vain; `timeout_s` at
         most."""
-        with self._lock:
-            self._is_leaving = True
-            peers = list(self._peers)
-        for peer in peers:
-            if peer.is_greeted:
-                peer.send(LEAVING)
+        self._is_leaving = True
+        self._tell(LEAVING)
         with self._fewer:
             self._fewer.wait_for(lambda: all(peer.has_left for peer in self._peers), timeout_s)
+
+    def _tell(self, header: Header) -> None:
+        with self._lock:
+            peers = [peer for peer in self._peers if peer.is_greeted]
+        for peer in peers:
+            peer.send(header)
 
     def close_listeners(self) -> None:
         """Stop accepting clients; those connected stay. Idempotent."""

@@ -1,4 +1,5 @@
-"""Common parts of all channels: validation, locks, counters and the reason why the channel ended.
+"""Common parts of all channels: validation, locks, counters and the reason why the channel ended; moving what the
+caller sends into the pool, and what of it the peer has not released yet.
 
 A new transport (UCX, verbs) subclasses `ChannelBase`: `_deliver` sends parts, `_collect`
 receives a message, `close` and `_hang_up` wake both. Its pool leases registered memory (`Pool` over a
@@ -8,25 +9,83 @@ conformance suite one fixture. Features that only change behaviour (`modelled`) 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from plait_fabric.errors import ChannelClosed, FabricError, FrameTooLarge, PeerLost, ProtocolViolation, SendTimeout
-from plait_fabric.memory.pool import Lease, Pool, release_all
+from plait_fabric.errors import (
+    BadTensor,
+    ChannelClosed,
+    FabricError,
+    FrameTooLarge,
+    PeerLost,
+    PoolExhausted,
+    ProtocolViolation,
+    SendTimeout,
+)
+from plait_fabric.memory.pool import Lease, Pool, align, release_all
 from plait_fabric.protocols import Buffer, Header
-from plait_fabric.transport.credit import Credit
 from plait_fabric.transport.frames import FrameKind, encode_header, pack_head, pack_places
-from plait_fabric.transport.staging import Part, stage, take_over
 from plait_fabric.values import ChannelStatistics, Message, MessageLimits
-from plait_fabric.waiting import Deadline, pauses
+from plait_fabric.waiting import Deadline, has_hung_up, pauses
 
 log = logging.getLogger(__name__)
 
 _NEVER = Deadline(None)
+
+Part = Lease | memoryview
+"""A piece of payload that the channel owns (a lease) or may read until `send` returns (a flat view)."""
+
+
+class Credit(ABC):
+    """The leases of messages that the peer has not released yet, by the numbers of the messages; also the `Gate` of the
+    pool that they are of. Subclasses learn what was released."""
+
+    def __init__(self, in_flight_messages: int, sock: socket.socket, lost: Callable[[], FabricError]) -> None:
+        """`sock` is the channel's; once its peer has hung up, `lost` returns or raises the reason, until `let_go`."""
+        self._in_flight_messages = in_flight_messages
+        self._sock = sock
+        self._lost = lost
+        self._outstanding: dict[int, Sequence[Lease]] = {}
+
+    @property
+    def spent(self) -> bool:
+        """Whether no further message may be sent, as far as is known."""
+        return len(self._outstanding) >= self._in_flight_messages
+
+    @abstractmethod
+    def charge(self, leases: Sequence[Lease]) -> int:
+        """Record a message that is about to be sent; return its number."""
+
+    def refund(self, message_id: int) -> None:
+        """Give back the leases of a message that could not be sent."""
+        release_all(self._outstanding.pop(message_id, ()))
+
+    def let_go(self) -> None:
+        """Forget the channel, lest a cycle keep its memory: `lost` refers to it, a lease to its pool. The leases are
+        not given back: the peer may still read them."""
+        self._lost = lambda: PeerLost("the channel was closed")
+        self._outstanding.clear()
+
+    def check(self) -> None:
+        """Learn what was released. Raises the reason if the peer has hung up, and what `read` raises."""
+        self.read()
+        if has_hung_up(self._sock):
+            raise self._lost()
+
+    def reap(self) -> None:
+        """Learn what was released."""
+        with contextlib.suppress(FabricError):  # the channel has it
+            self.read()
+
+    @abstractmethod
+    def read(self) -> None:
+        """Take back the leases of what was released. Raises `ProtocolViolation`."""
 
 
 class ChannelBase(ABC):
@@ -182,3 +241,66 @@ class ChannelBase(ABC):
 def _afresh(failure: FabricError) -> FabricError:
     """Return the same failure without a traceback, which would keep the channel and its memory alive."""
     return type(failure)(str(failure), channel_usable=False)
+
+
+def part_view(part: Part) -> memoryview:
+    """Return the bytes of a part."""
+    return part.memory if isinstance(part, Lease) else part
+
+
+def take_over(buffers: Sequence[Buffer]) -> list[Part]:
+    """Take ownership of the caller's leases and flatten its bytes; on error every live lease is released."""
+    parts: list[Part] = []
+    if not buffers:
+        return parts
+    try:
+        for buffer in buffers:  # one by one, so that a failure knows what was taken
+            parts.append(buffer.hand_over() if isinstance(buffer, Lease) else _flat(buffer))  # noqa: PERF401
+    except BaseException:
+        release_all([*parts, *buffers])
+        raise
+    return parts
+
+
+def _flat(buffer: memoryview | bytes | bytearray) -> memoryview:
+    try:
+        view = memoryview(buffer)
+    except TypeError as error:
+        raise BadTensor(f"a buffer must be a lease or bytes-like, got {type(buffer).__name__}") from error
+    if not view.c_contiguous:
+        raise BadTensor("a buffer must be C-contiguous; copy it into a lease instead")
+    if not view.nbytes:
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def stage(pool: Pool, parts: Sequence[Part], timeout_s: float | None) -> tuple[list[Lease], list[tuple[int, int]]]:
+    """Copy what is not a lease of `pool` into one of it. Return the leases that hold the message, and for each buffer
+    where it is in the pool and its length.
+
+    Raises `SendTimeout` when no room became free in time, `PoolExhausted` when it never can.
+    """
+    leases = [part for part in parts if isinstance(part, Lease) and part.pool is pool]
+    room = None
+    if len(leases) < len(parts):
+        copied_bytes = sum(align(part.nbytes) for part in parts if not isinstance(part, Lease) or part.pool is not pool)
+        try:
+            room = pool.acquire(copied_bytes, timeout_s)
+        except PoolExhausted as error:
+            if pool.can_ever_lease(copied_bytes):
+                raise SendTimeout(f"the peer holds all buffers: {error}") from error
+            raise
+        leases.append(room)
+    places: list[tuple[int, int]] = []
+    start = 0
+    for part in parts:
+        if isinstance(part, Lease) and part.pool is pool:
+            places.append((part.offset, part.nbytes))
+            continue
+        assert room is not None
+        if part.nbytes:
+            room.write(part_view(part), start)
+        places.append((room.offset + start, part.nbytes))
+        start += align(part.nbytes)
+        release_all([part])
+    return leases, places

@@ -21,12 +21,10 @@ from plait_fabric.errors import ChannelClosed, FabricError, PeerLost, ProtocolVi
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Channel
 from plait_fabric.transport.acceptor import Listener
-from plait_fabric.transport.credit import Credit
-from plait_fabric.transport.frames import FrameKind, unpack_places
+from plait_fabric.transport.base import Credit, Part
+from plait_fabric.transport.frames import FrameKind, StreamFrame, unpack_places
 from plait_fabric.transport.greeting import receive
 from plait_fabric.transport.nixl_endpoint import DESCRIPTION_HEAD_BYTES, NixlEndpoint, description_bytes, load_nixl
-from plait_fabric.transport.staging import Part
-from plait_fabric.transport.stream import StreamFrame
 from plait_fabric.transport.tcp import TcpChannel, dial, listen_with, welcome
 from plait_fabric.values import Address, FabricOptions
 from plait_fabric.waiting import Deadline, has_hung_up, pauses

@@ -3,7 +3,7 @@
 Each side owns one sealed segment (`segment.py`), registered with the peer once, when the channel
 is made. Sending writes the payload into a lease of it (the only copy) and puts a packet with its
 location into a ring at the segment's beginning (`ring.py`); the receiver reads the payload in place and marks it
-there on release, which returns the lease (`credit.py`). Payloads up to `inline_bytes` travel in
+there on release, which returns the lease (`RingCredit`). Payloads up to `inline_bytes` travel in
 the packet itself. A packet is either complete or absent, so a timeout never tears a frame.
 
 The socket carries one byte to a peer that sleeps, and nothing while it is awake. When a process dies
@@ -14,16 +14,16 @@ into the ring is still there and arrives first.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from plait_fabric.errors import ChannelClosed, FabricError, PeerClosed, ProtocolViolation, RecvTimeout, SendTimeout
-from plait_fabric.memory.pool import Lease, Pool, release_all
+from plait_fabric.memory.pool import Lease, Pool, align, release_all
 from plait_fabric.memory.ring import MAX_RELEASES, RingReader, RingWriter, ring_bytes
 from plait_fabric.memory.segment import create_segment
-from plait_fabric.transport.base import ChannelBase
-from plait_fabric.transport.credit import RingCredit
+from plait_fabric.transport.base import ChannelBase, Credit, Part, part_view
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
     FrameKind,
@@ -35,7 +35,6 @@ from plait_fabric.transport.frames import (
     unpack_places,
     unpack_prefix,
 )
-from plait_fabric.transport.staging import Part, align, part_view
 from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Message, MessageLimits
 from plait_fabric.waiting import GONE, POLL_IN, Deadline, Waiter, pauses
 
@@ -59,6 +58,35 @@ def segment_with_ring(options: FabricOptions) -> tuple[memoryview, int]:
 
 def _max_packet(limits: MessageLimits) -> int:
     return PREFIX_BYTES + limits.header_bytes + 8 * (1 + 2 * limits.buffers) + MAX_INLINE_BYTES
+
+
+class RingCredit(Credit):
+    """Learns from words beside the packets of a ring, of which the peer sets one for each message that it releases."""
+
+    def __init__(
+        self, writer: RingWriter, in_flight_messages: int, sock: socket.socket, lost: Callable[[], FabricError]
+    ) -> None:
+        super().__init__(min(in_flight_messages, MAX_RELEASES), sock, lost)
+        self._writer = writer
+        self._reading = threading.Lock()
+
+    def charge(self, leases: Sequence[Lease]) -> int:
+        """Give the message the first number that no other has."""
+        number = next(number for number in range(MAX_RELEASES) if number not in self._outstanding)
+        self._writer.expect_release(number)
+        self._outstanding[number] = leases
+        return number
+
+    def read(self) -> None:
+        """Look at the words of all messages on their way, unless another thread does."""
+        if not self._outstanding or not self._reading.acquire(blocking=False):
+            return
+        try:
+            for number in [*self._outstanding]:
+                if self._writer.is_released(number):
+                    release_all(self._outstanding.pop(number, ()))
+        finally:
+            self._reading.release()
 
 
 class ShmChannel(ChannelBase):

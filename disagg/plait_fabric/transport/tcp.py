@@ -31,11 +31,16 @@ from plait_fabric.errors import (
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Channel
 from plait_fabric.transport.acceptor import Greet, Listener
-from plait_fabric.transport.base import ChannelBase
-from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_message_head
+from plait_fabric.transport.base import ChannelBase, Part, part_view
+from plait_fabric.transport.frames import (
+    FrameKind,
+    FrameReader,
+    StreamFrame,
+    decode_header,
+    pack_head,
+    pack_message_head,
+)
 from plait_fabric.transport.greeting import PROOF_BYTES, authenticate, introduce, receive
-from plait_fabric.transport.staging import Part, part_view
-from plait_fabric.transport.stream import FrameReader, StreamFrame
 from plait_fabric.values import Address, FabricOptions, Message, Scheme
 from plait_fabric.waiting import GONE, POLL_IN, POLL_OUT, Deadline, Waiter
 

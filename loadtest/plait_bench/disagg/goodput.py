@@ -20,8 +20,7 @@ from plait_bench.benchmark import Reading, Say, Subject, Workload, cache_folder,
 from plait_bench.disagg import ours, peer
 from plait_bench.disagg.peer import HEADERS, SEED, BenchServer, body, compare, serving
 from plait_bench.errors import SystemFailed
-from plait_disagg.models.configs import build, ids_per_bag
-from plait_disagg.models.requests import random_request
+from plait_disagg.models.configs import build, ids_per_bag, random_request
 from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.package.write import PackageOptions, write_package
@@ -94,7 +93,7 @@ def packaged(model: str, *, say: Say) -> Package:
 
 
 def requests_of(package: Package, model: str, *, candidates: int, count: int, first_seed: int = 0) -> list[RankRequest]:
-    """Make distinct requests with skewed ids (`models.requests.zipf`) for the configuration `model`."""
+    """Make distinct requests with skewed ids (`models.configs.zipf`) for the configuration `model`."""
     manifest = package.manifest
     return [
         random_request(

@@ -100,7 +100,7 @@ def _serve_worker(folder: Path, threads: int, role: str, address: str, secret: b
     listener, knobs = listen(address, secret=secret, options=FABRIC), WorkerKnobs(threads=threads)
     stop: Callable[..., object]
     if role == "hn":
-        stop = HnWorker(package.card(), package.dense(prepares=True), [listener], knobs=knobs).stop
+        stop = HnWorker(package.card(), {"": package.dense(prepares=True)}, [listener], knobs=knobs).stop
     else:
         core = WholeCore(package.card(), package.sparse(), package.dense(prepares=True), knobs=knobs)
         stop = CoreServer(core, [listener]).stop

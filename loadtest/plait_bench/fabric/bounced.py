@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from plait_bench.benchmark import Reading, Workload, percentile, readings
@@ -92,7 +93,7 @@ def known_links() -> dict[str, Link]:
     """Read the links that ship, and add `FAR`."""
     links = {name: sourced.link for name, sourced in read_links(LINKS).items()}
     near = links["100g-same-switch"]
-    far = near.with_values(FAR, alpha_s=1e-3, wire_s=1e-3, bytes_per_s=1.22e9, small_s_per_byte=1 / 1.22e9)
+    far = replace(near, name=FAR, alpha_s=1e-3, wire_s=1e-3, bytes_per_s=1.22e9, small_s_per_byte=1 / 1.22e9)
     return links | {FAR: far}
 
 

@@ -11,8 +11,7 @@ import torch
 from plait_bench.gpu.rows import GpuRun
 from plait_disagg.graph.program import USER_OF
 from plait_disagg.messages.check import check_request
-from plait_disagg.models.configs import build, ids_per_bag
-from plait_disagg.models.requests import random_request
+from plait_disagg.models.configs import build, ids_per_bag, random_request
 from plait_disagg.package.read import open_package
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.queue.batch import user_of

@@ -23,7 +23,7 @@ from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import HnKnobs, WorkerKnobs
 from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import RefreshError
-from plait_disagg.refresh.live_package import LivePackage, open_live
+from plait_disagg.refresh.live_package import LivePackage, Refresher, open_live
 from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.remote import RemoteShard, shards_metrics, wait_for_shards
 from plait_disagg.tables.rows_wire import ShardIdentity
@@ -31,7 +31,6 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.remote import RemoteCore
 from plait_disagg.workers.shard import ShardWorker
 from plait_disagg.workers.whole import WholeCore
@@ -116,15 +115,7 @@ class RankWorker:
         card = live.card(mode="whole" if self._role == "whole" else "split")
         card = replace(card, name=self._model)  # what requests call it, not what its maker did
         if self._role == "hn":
-            hn = HnWorker(
-                card,
-                live.dense[live.dense_version],
-                listeners,
-                dense_version=live.dense_version,
-                earlier={version: half for version, half in live.dense.items() if version != live.dense_version},
-                catch_up=self._catch_up,
-                knobs=knobs,
-            )
+            hn = HnWorker(card, live.dense, listeners, catch_up=self._catch_up, knobs=knobs)
             return hn, hn
         if self._role == "shard":
             own = identity(live.package, plan_of(live.package, _there(self._sharding)), self._shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from plait_bench.disagg.ideal import ideal_split
-from plait_disagg.models.requests import random_request
+from plait_disagg.models.configs import random_request
 from plait_disagg.package.read import open_package
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 

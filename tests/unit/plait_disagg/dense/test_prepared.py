@@ -22,7 +22,7 @@ pytest.importorskip("openvino", reason="needs openvino")
 from plait_kernels.executors import openvino_static  # after the skip
 
 
-@pytest.fixture(scope="module", params=["rm1", "mlperf-dcnv2", "two-tower"])
+@pytest.fixture(scope="module", params=["rm1", "mlperf-dcnv2"])
 def model(request, tmp_path_factory) -> PackagedConfiguration:
     return PackagedConfiguration(request.param, tmp_path_factory.mktemp("dense") / request.param)
 

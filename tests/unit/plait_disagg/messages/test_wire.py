@@ -30,7 +30,9 @@ from plait_disagg.messages.wire import (
     rank_message,
     version_header,
 )
+from plait_disagg.request_log import on_behalf_of
 from plait_disagg.values import RankAnswer, RankTimings
+from plait_fabric import MessageLimits
 from plait_fabric.layouts import LayoutError, Part, RowCounts, layout_of, pack, parse_layout, unpack
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError, read_greeting
@@ -106,6 +108,15 @@ def test_headers_say_nothing_of_the_tensors() -> None:
         answers_message(answers, outputs, POOL),
     ):
         assert len(encode_header(header)) < 200
+
+
+def test_a_batch_names_no_more_requests_than_fit_its_header() -> None:
+    """Long ids of many requests do not make a batch too large for the fabric, or for who reads it."""
+    layout, scores = parse_layout("f4:i::a"), {"a": torch.zeros(600)}
+    with on_behalf_of(lambda: [f"{number}-" + "x" * 400 for number in range(600)]):
+        made = dense_message(1, layout, scores, [1] * 600, POOL, wire="float32")
+    MessageLimits().check(header_bytes=len(encode_header(made[0])), buffers=0, message_bytes=0)
+    assert parse_dense(*_message(made), layout).requests[0].startswith("0-xx")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "bfloat16", "float16"])

@@ -9,9 +9,8 @@ import torch
 
 from plait_disagg.graph.inputs import OFFSETS, check_inputs
 from plait_disagg.messages.check import check_request
-from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
+from plait_disagg.models.configs import CONFIGS, build, ids_per_bag, random_request, zipf
 from plait_disagg.models.layers import filled
-from plait_disagg.models.requests import random_request, zipf
 from plait_disagg.values import ModelCard
 
 

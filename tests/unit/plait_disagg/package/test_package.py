@@ -101,14 +101,6 @@ class TestRoundTrip:
         found = scores(open_package(folder), *requests)
         torch.testing.assert_close(found, wanted(*requests, candidates=sizes), rtol=1e-5, atol=1e-6)
 
-    def test_without_tiling_they_have_its_bits(self, tmp_path):
-        """Bit for bit: a user who must reproduce scores can."""
-        write_package(tmp_path / "exact", model(), INPUTS, name="exact", options=PackageOptions(tile=False))
-        package = open_package(tmp_path / "exact")
-        for candidates in (1, 5, 64):
-            request = some_request(candidates)
-            assert torch.equal(scores(package, request), wanted(request, candidates=[candidates]))
-
     @pytest.mark.parametrize("asks", ["user", "item"])
     def test_attention_then_transpose_and_view(self, tmp_path, asks):
         """As torch's own examples write it: a kernel's result lies as its queries do, which tiling moves."""

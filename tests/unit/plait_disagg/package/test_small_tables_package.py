@@ -12,7 +12,7 @@ from plait_disagg.graph.sample_inputs import collate
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.verify import module_outputs
 from plait_disagg.models.configs import build
-from plait_disagg.models.hstu import Hstu
+from plait_disagg.models.history import Hstu
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.refresh.errors import BadUpdate

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.container import BadTableFile
 from plait_disagg.tables.formats import encode_rows
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.storage import open_tables, write_tables
@@ -160,17 +160,10 @@ def said(edit: Callable[[dict[str, Any]], Any]) -> Change:
 
 BROKEN: dict[str, tuple[Change, str]] = {
     "gap": (tensor(data_offsets=[8, 904]), "offset for tensor `float32_32`"),
-    "overlap": (tensor(shape=[8, 32], data_offsets=[0, 1024]), "invalid offset for tensor"),
-    "past the end": (tensor(shape=[10**6, 32], data_offsets=[5000, 128_005_000]), "invalid offset"),
-    "many huge": (tensor(shape=[2**62] * 50_000), "overflow"),
-    "long numbers": (tensor(shape=[10**4299] * 50), "number out of range"),
     "other dtype": (tensor(dtype="I32"), "not what its group says"),
     "no tables": (lambda header: header.pop("__metadata__"), "plait.tables"),
     "later version": (said(lambda data: data.update(version=2)), r"plait\.tables\.version"),
-    "no name": (
-        said(lambda data: data["tables"][0].update(name=3)),
-        r"tables\.0\.name",
-    ),
+    "no name": (said(lambda data: data["tables"][0].update(name=3)), r"tables\.0\.name"),
     "odd policy": (said(lambda data: data["tables"][0].update(out_of_range="?")), r"tables\.0\.out_of_range"),
     "more rows": (said(lambda data: data["tables"][0].update(rows=10**6)), "float32_32"),
     "true rows": (said(lambda data: data["tables"][0].update(rows=True)), r"tables\.0\.rows"),
@@ -232,12 +225,3 @@ def test_damaged_files_never_crash(data: st.DataObject, path: Path):
     except BadTableFile:
         return
     assert all(bool(matrix.flatten()[-1:].numel()) for matrix in opened.matrices.values())
-
-
-def test_deep_and_doubled_json_are_refused(tmp_path: Path):
-    """Nesting beyond the parser's stack, and a name twice, are refused like any garbage."""
-    for text in (b"[" * 200_000, b'{"a": 1, "a": 2}', b"\xff\xfe", b"NaN", b"[1]"):
-        file = tmp_path / "bad"
-        file.write_bytes(len(text).to_bytes(8, "little") + text)
-        with pytest.raises(BadTableFile, match="header"):
-            open_tables(file)

@@ -41,6 +41,7 @@ def _document(**said: Any) -> str:
         ("small_s_per_byte", 1e-12),
         ("queue_depth", 0),
         ("gap_s", 0.5),
+        ("gap_s", 10**400),
     ],
 )
 def test_absurd_values_are_refused_by_name(field: str, value: object) -> None:

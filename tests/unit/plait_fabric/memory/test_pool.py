@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from plait_fabric import Lease, LeaseMisuse, PeerLost, Pool, PoolExhausted
-from plait_fabric.memory.extents import ALIGNMENT_BYTES
+from plait_fabric.memory.pool import ALIGNMENT_BYTES
 from support.waiting import wait_for
 
 CAPACITY_BYTES = 1 << 16

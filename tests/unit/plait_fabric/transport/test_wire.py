@@ -28,6 +28,7 @@ from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
     FrameKind,
+    FrameReader,
     decode_header,
     encode_header,
     pack_head,
@@ -39,7 +40,6 @@ from plait_fabric.transport.frames import (
     unpack_prefix,
 )
 from plait_fabric.transport.greeting import CHALLENGE_BYTES, PROOF_BYTES, RESPONSE_BYTES, authenticate, introduce
-from plait_fabric.transport.stream import FrameReader
 from plait_fabric.values import Address, Scheme
 from plait_fabric.waiting import Deadline
 

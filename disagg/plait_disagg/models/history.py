@@ -1,13 +1,6 @@
-"""HSTU (Zhai et al., 2024, arXiv 2402.17152) as it ranks: a history, and candidates that attend to it.
+"""Models of a user's history, to which candidates attend: DIN and HSTU.
 
-    x      = [item embedding, category embedding] of a step of the history, or of a candidate     (.., 2 d)
-    u, v, q, k = silu(W norm(x))
-    a      = silu(q k^T / sqrt(d_h)) / (T + 1)     pointwise, not a softmax
-    x'     = x + W'(norm(a v) * u)
-    score  = sigmoid(top(x of the candidate after all layers))
-
-A step attends to itself and earlier ones, a candidate to all steps and to itself, never to another candidate. Item
-id 0 is padding: histories of any length up to T. The history's layers are the user's and run once a request.
+Item id 0 is padding: histories of any length up to T.
 """
 
 from __future__ import annotations
@@ -18,6 +11,47 @@ import torch
 from torch import nn
 
 from plait_disagg.models.layers import filled, mlp
+
+
+class Din(nn.Module):
+    """DIN (Zhou et al., 2018, arXiv 1706.06978): the target item attends to the user's history.
+
+        h_t = item embedding + category embedding of step t     (rows, T, 2 d)   user-side: crosses once a request
+        v   = the same of the candidate                         (rows, 2 d)
+        a_t = unit([h_t, v, h_t - v, h_t * v])                  not normalised, 0 where the history is padding (id 0)
+        score = sigmoid(top([sum_t a_t h_t, v, user embedding]))
+
+    The dense half is heavy: the unit runs for every candidate and every step. `rows`: sizes of the item, category and
+    user tables.
+    """
+
+    def __init__(self, *, rows: tuple[int, int, int], dim: int) -> None:
+        super().__init__()
+        seed = torch.initial_seed()
+        items, categories, users = rows
+        self.item_table = nn.Embedding(items, dim, _weight=filled(items, dim, seed=seed))
+        self.category_table = nn.Embedding(categories, dim, _weight=filled(categories, dim, seed=seed + 1))
+        self.user_table = nn.Embedding(users, dim, _weight=filled(users, dim, seed=seed + 2))
+        self.unit = mlp((8 * dim, 80, 40, 1), last=None, between=nn.PReLU)
+        self.top = mlp((5 * dim, 200, 80, 1), last=nn.Sigmoid, between=nn.PReLU)
+
+    def forward(
+        self,
+        user: torch.Tensor,
+        history: torch.Tensor,
+        history_category: torch.Tensor,
+        item: torch.Tensor,
+        category: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return scores (rows,) in 0..1. `history`, `history_category`: (rows, T) int64; the others (rows,)."""
+        h = torch.cat([self.item_table(history), self.category_table(history_category)], dim=2)
+        v = torch.cat([self.item_table(item), self.category_table(category)], dim=1)
+        target = v.unsqueeze(1).expand_as(h)
+        a = self.unit(torch.cat([h, target, h - target, h * target], dim=2))
+        a = a * (history != 0).unsqueeze(2).to(h.dtype)
+        interest = (a * h).sum(dim=1)
+        made: torch.Tensor = self.top(torch.cat([interest, v, self.user_table(user)], dim=1))
+        return made.squeeze(1)
 
 
 class _Layer(nn.Module):
@@ -63,7 +97,18 @@ class _Layer(nn.Module):
 
 
 class Hstu(nn.Module):
-    """HSTU. `rows`: sizes of the item and category tables; each is `dim` wide."""
+    """HSTU (Zhai et al., 2024, arXiv 2402.17152) as it ranks: a history, and candidates that attend to it.
+
+        x      = [item embedding, category embedding] of a step of the history, or of a candidate     (.., 2 d)
+        u, v, q, k = silu(W norm(x))
+        a      = silu(q k^T / sqrt(d_h)) / (T + 1)     pointwise, not a softmax
+        x'     = x + W'(norm(a v) * u)
+        score  = sigmoid(top(x of the candidate after all layers))
+
+    A step attends to itself and earlier ones, a candidate to all steps and to itself, never to another candidate. The
+    history's layers are the user's and run once a request. `rows`: sizes of the item and category tables; each is
+    `dim` wide.
+    """
 
     def __init__(self, *, rows: tuple[int, int], dim: int, layers: int, heads: int) -> None:
         super().__init__()
