@@ -75,8 +75,8 @@ def bind(
 def _placed(row: Deployment, node_class: str) -> dict[str, Any]:
     """Return the name, the number of replicas and what one reserves: anywhere, or on nodes of a class."""
     if node_class:
-        from plait_deploy.on_ray.declared import placed_options
         from plait_deploy.on_ray.nodes import name_at
+        from plait_deploy.on_ray.policy import placed_options
 
         return {"name": name_at(row.name, node_class), **placed_options(row.demand(), node_class)}
     fixed = {"num_replicas": row.max_replicas}
