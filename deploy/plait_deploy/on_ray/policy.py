@@ -28,11 +28,10 @@ from plait_deploy.on_ray.nodes import (
     ray_nodes,
     split_name,
 )
-from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.recount import Standing, recount
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE
+from plait_deploy.placement.values import WHOLE, Demand, demand_classes, task_of
 
 _log = logging.getLogger("ray.serve")
 
