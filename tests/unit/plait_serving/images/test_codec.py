@@ -24,7 +24,7 @@ from plait_serving.images.codec import (
     image_size,
     resize,
 )
-from plait_serving.images.stored_text import read_parameters
+from plait_serving.images.infotext import read_parameters
 from support.http_app import png_header, saved
 
 
