@@ -16,7 +16,7 @@ from plait.config import ServedConfig
 from plait.deployments import Deployment, HandleOf, deployments
 from plait.gpu_shares import running_cluster, with_gpus
 from plait_serving.deployments import INGRESS
-from plait_serving.deployments.node_class_handle import PlacedHandle
+from plait_serving.deployments.handles import PlacedHandle
 from plait_serving.deployments.process import LazyReplica
 from plait_serving.deployments.ray_internals import set_version
 from plait_serving.deployments.scaling import autoscaling

@@ -16,8 +16,8 @@ from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_serving.deployments import ENGINE
 from plait_serving.deployments.direct import DirectListener
+from plait_serving.deployments.handles import AllReplicas
 from plait_serving.deployments.images.handle import HandleImageService
-from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.process import configure_logging, shorten_gil_interval
 from plait_serving.deployments.ray_internals import given_knobs, note, noted
 from plait_serving.http.context import HttpSettings, RouteContext
