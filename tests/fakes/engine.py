@@ -348,7 +348,7 @@ def resident_model(
     *,
     clock: Callable[[], float],
     loras: FakeProvider,
-    costs: StepCosts | None = None,
+    costs: StepCosts,
 ) -> Model:
     """Return a model over fakes that is in memory."""
     model = Model(
@@ -356,7 +356,7 @@ def resident_model(
         family=FakeFamily(denoiser),
         limits=ImageLimits(),
         loras=loras,
-        costs=StepCosts() if costs is None else costs,
+        costs=costs,
         clock=clock,
     )
     model.stepper = model.load()

@@ -1,5 +1,5 @@
-"""The autoscaling policy of a placed application, which Serve's controller runs, and what a Serve configuration says for
-such an application.
+"""The autoscaling policy of a placed application, which Serve's controller runs, and what a Serve configuration says
+for such an application.
 
 Serve calls the policy ten times a second and waits, so it looks at the cluster once a second and plans only after a
 change. The number of replicas that a model shall have is the upper bound of each of its deployments (`max_replicas`):

@@ -1,5 +1,5 @@
-"""Serve's handles where one call to one replica will not do: all replicas of a deployment are asked at once, their metrics
-within a bounded time; and the deployments of a model are called as one.
+"""Serve's handles where one call to one replica will not do: all replicas of a deployment are asked at once, their
+metrics within a bounded time; and the deployments of a model are called as one.
 
 Of these there is one for each class of nodes (`plait_deploy.on_ray`), and most of them may have no replica. Serve would
 keep a request to such a one until it has, and give it one, wherever the plan wants it; so requests go only where Serve

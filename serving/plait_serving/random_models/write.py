@@ -1,6 +1,6 @@
-"""A whole model as a folder that diffusers, and plait, load; and its safetensors files of drawn tensors, each written in
-one pass: the header follows from the shapes, the values are drawn while they are written. No tensor is ever whole in
-memory.
+"""A whole model as a folder that diffusers, and plait, load; and its safetensors files of drawn tensors, each written
+in one pass: the header follows from the shapes, the values are drawn while they are written. No tensor is ever whole
+in memory.
 
 Every tensor has a generator of its own, seeded by the file's seed and the tensor's label: its values depend on neither
 the other tensors nor their order.

@@ -28,24 +28,8 @@ async def settled(gauges, reports, done):
     return text
 
 
-async def test_what_is_idle_is_what_no_replica_says_that_it_has():
-    """Of the one that there is."""
-    text = await settled(NodeGauges(lambda: NODES), [said(0.6)], lambda text: "idle_gpus{" in text)
-    assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
-    assert f'plait_node_stranded_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
-
-
-async def test_without_gpus_the_families_are_empty():
-    """But they are there."""
-    looked = []
-    gauges = NodeGauges(lambda: looked.append(1) or [{**NODES[0], "Resources": {"CPU": 4.0}}])
-    text = await settled(gauges, [], lambda _: len(looked) > 1)
-    assert text.count("# TYPE plait_node_") == 3
-    assert "gpus{" not in text
-
-
 async def test_nodes_that_cannot_be_asked_leave_what_was_known():
-    """An error is logged, and the text stays."""
+    """What is idle is what no replica says that it has. An error is logged, and the text stays."""
     looked = []
 
     def nodes():
@@ -56,6 +40,8 @@ async def test_nodes_that_cannot_be_asked_leave_what_was_known():
 
     gauges = NodeGauges(nodes)
     text = await settled(gauges, [said(0.6)], lambda text: "idle_gpus{" in text)
+    assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
+    assert f'plait_node_stranded_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
     await settled(gauges, [said(0.6)], lambda _: len(looked) > 2)
     assert exposition(gauges.families([])) == text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,15 @@ from fakes.ranking import FAKE_CARD
 from plait_kernels.heartbeat import Stuck, ThreadHeartbeat
 from plait_serving.deployments.ranking import worker as module
 from plait_serving.deployments.ranking.worker import RankWorker
+from support.prometheus import found
 
 
 async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Serve replaces it although all of its threads are alive (finding 9)."""
+    """Serve replaces it although all of its threads are alive (finding 9). Until then it says what it counts."""
     now_s = [0.0]
+    counted = partial(dict, audit_drifted_total=2)
     heartbeat = ThreadHeartbeat(lambda: now_s[0])
-    threads = SimpleNamespace(alive=True, heartbeat=heartbeat, addresses=(), metrics=dict, stop=lambda drain_s: None)
+    threads = SimpleNamespace(alive=True, heartbeat=heartbeat, addresses=(), metrics=counted, stop=lambda drain_s: None)
     replica = SimpleNamespace(replica_id=SimpleNamespace(to_full_id_str=lambda: "r"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: replica)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -38,6 +41,7 @@ async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.Monk
             now_s[0] += 5
             worker.check_health()
 
+    assert found((await worker.metric_families()).families, "plait_ranker_worker_audit_drifted_total", role="hn") == [2]
     heartbeat.begin("a batch of 3 rows", 0.01)
     check_for(60)
     with pytest.raises(Stuck, match="3 rows"):
