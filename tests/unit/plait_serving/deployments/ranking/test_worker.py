@@ -1,4 +1,4 @@
-"""The hooks that Serve calls on a ranking worker, without a cluster."""
+"""The hooks that Serve calls on a ranking worker, and whether a model would answer, without a cluster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import pytest
 import ray
 from ray import serve
 
+from fakes.broadcast import BroadcastHandle
 from fakes.ranking import FAKE_CARD
+from plait_disagg.workers.ranker import CoreRanker
 from plait_kernels.heartbeat import Stuck, ThreadHeartbeat
 from plait_serving.deployments.ranking import worker as module
-from plait_serving.deployments.ranking.worker import RankWorker
+from plait_serving.deployments.ranking.worker import RankWorker, ServeRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
 from support.prometheus import found
 
 
@@ -53,3 +56,30 @@ async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.Monk
         worker.check_health()
     await worker.drain(0.0)
     worker.check_health()
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ((None,), None),
+        (("no HN answers", None), None),
+        (("no HN answers", TimeoutError()), "model picks: no HN answers"),
+        ((TimeoutError(),), "model picks: no worker answered within 1.5 s"),
+        ((), "model picks: no worker answered within 1.5 s"),
+    ],
+)
+async def test_one_ready_worker_is_enough(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[object, ...], reason: str | None
+) -> None:
+    """A CN that lost its HNs is there and cannot answer; another one may."""
+
+    async def connected(_: CoreRanker) -> None:
+        return None
+
+    monkeypatch.setattr(CoreRanker, "ready", connected)
+    ranker = ServeRanker("picks", BroadcastHandle("why_not_ready", *answers))
+    try:
+        health = await LocalRankingService({"picks": ServedRanker(ranker=ranker)}).health()
+        assert (health.ready, health.reason) == (reason is None, reason)
+    finally:
+        await ranker.close(drain_s=0)
