@@ -22,7 +22,7 @@ from plait_serving.deployments.process import configure_logging, shorten_gil_int
 from plait_serving.deployments.ray_internals import given_knobs, note, noted
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.desk import Desk, JobState
-from plait_serving.http.edge.repeating import without_repeated
+from plait_serving.http.edge.refusals import without_repeated
 from plait_serving.imports import importing
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 

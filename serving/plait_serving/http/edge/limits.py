@@ -23,7 +23,7 @@ from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError, BodyRefused
-from plait_serving.http.edge.repeating import PACED_PATHS
+from plait_serving.http.edge.refusals import PACED_PATHS
 from plait_serving.sections import TenantLimits
 
 MAX_JSON_VALUES = 300_000
