@@ -15,8 +15,8 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from fakes.broadcast import BroadcastHandle
 from plait_serving.deployments import ingress as ingress_module
-from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.handles import AllReplicas, PlacedHandle, ask
+from plait_serving.deployments.ingress import Ingress
 from plait_serving.http.context import HttpSettings
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 from support.prometheus import found, total
