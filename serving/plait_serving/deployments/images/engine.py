@@ -1,5 +1,4 @@
-"""The deployment of a base model: a thin Serve class around one engine, and what it tells ingresses beside events: that
-a request is there; and what can be requested, only when that has changed, and in small pieces.
+"""The deployment of a base model: a thin Serve class around one engine.
 
 Everything that Serve does with the engine is here; the engine itself does not depend on Serve.
 """
@@ -7,26 +6,21 @@ Everything that Serve does with the engine is here; the engine itself does not d
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import os
 import time
-import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
 from plait_serving.cores import declare_thread_cap
+from plait_serving.deployments.images.catalog_pieces import Accepted, CatalogHead, CatalogPacker
 from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.health import Health
-from plait_serving.images.service import Catalog
 from plait_serving.replica_metrics import ReplicaMetrics
 
 if TYPE_CHECKING:
@@ -36,50 +30,6 @@ PROGRESS_PERIOD_S = 0.1
 """The min interval between progress events: each costs both replicas about a millisecond, a batch has one per
 request and step, and nobody reads them that fast. Where nobody reads them at all, only the first crosses: it tells that
 the request survived a step."""
-
-PIECE_BYTES = 64 << 10
-"""Ray keeps an answer of 100 KB and more in shared memory, and when such a one comes that nobody waits for any more,
-its core aborts the whole process (`CoreWorker::GetOwnerAddressOrDie`, Ray 2.60)."""
-
-_JSON = TypeAdapter(Catalog)
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The first event of every request that reached a replica: from then on it waits for its turn, not for a
-    replica."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogHead:
-    """What a replica answers first: by what its catalog is known, and how long the replica took to start."""
-
-    digest: str
-    start_s: float
-
-
-class CatalogPacker:
-    """A catalog in pieces, packed once for as long as it stays the same."""
-
-    def __init__(self, start_s: float) -> None:
-        self._start_s = start_s
-        self._catalog: Catalog | None = None
-        self._digest, self._packed = "", b""
-
-    def pieces(self, catalog: Catalog, known: str) -> Iterator[CatalogHead | bytes]:
-        """Yield the head and, unless its digest is `known`, the pieces."""
-        if catalog != self._catalog:
-            text = _JSON.dump_json(catalog)
-            self._digest, self._packed = hashlib.sha256(text).hexdigest(), zlib.compress(text, level=1)
-            self._catalog = catalog
-        yield CatalogHead(digest=self._digest, start_s=self._start_s)
-        if self._digest != known:
-            yield from (self._packed[at : at + PIECE_BYTES] for at in range(0, len(self._packed), PIECE_BYTES))
-
-
-def unpacked(pieces: Iterable[bytes]) -> Catalog:
-    """Return the catalog of the pieces."""
-    return _JSON.validate_json(zlib.decompress(b"".join(pieces)))
 
 
 class EngineReplica:

@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from plait_fabric.rpc.outages import Outages
 from plait_serving.deployments.handles import AllReplicas, ask_all
-from plait_serving.deployments.images.engine import Accepted, unpacked
+from plait_serving.deployments.images.catalog_pieces import Accepted, unpacked
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import HEALTH_TIMEOUT_S, Health

@@ -14,8 +14,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from fakes.images import FAKE_CATALOG, FAKE_REQUEST, fake_result
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
+from plait_serving.deployments.images.catalog_pieces import Accepted, CatalogPacker
 from plait_serving.deployments.images.counted import audit_families
-from plait_serving.deployments.images.engine import Accepted, CatalogPacker
 from plait_serving.deployments.images.handle import HandleImageService, translate
 from plait_serving.diffusion.errors import (
     Cancelled,
