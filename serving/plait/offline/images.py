@@ -60,7 +60,7 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
         from plait_serving.deployments.images.hosted import load_images
 
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
-    hosted = load_images(images.model_copy(update={"knobs": knobs}), converts=False)
+    hosted = load_images(images.model_copy(update={"knobs": knobs}), lora_formats=False, converts=False)
     try:
         yield hosted
     finally:

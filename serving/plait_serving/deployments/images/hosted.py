@@ -76,10 +76,17 @@ def _reached(name: str, handle: Any) -> tuple[ServeReplicas, Callable[[], Contro
     return service, partial(RemoteControlNetClient, name, service.connect, worth_moving=service.worth_moving)
 
 
-def load_images(images: ImagesSection, remote: Remote | None = None, *, converts: bool = True) -> HostedImages:
+def load_images(
+    images: ImagesSection,
+    remote: Remote | None = None,
+    *,
+    lora_formats: bool = True,
+    converts: bool = True,
+) -> HostedImages:
     """Load the first base model and start the engine, without a warm-up image. Raises `ModelError`.
 
     `remote`: clients of the ControlNets that are deployments. One that runs in this process is loaded when first used.
+    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
     `converts=False` runs what an executor converted before, and leaves the rest to torch.
     """
     loras = lora_source(images)
@@ -103,7 +110,7 @@ def load_images(images: ImagesSection, remote: Remote | None = None, *, converts
     }
     folder = None if images.models_folder is None else FolderOfModels(images.models_folder)
     engine = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
-    return HostedImages(images, engine, LoraCards(loras, lambda: _family(engine)))
+    return HostedImages(images, engine, LoraCards(loras, lambda: _family(engine), formats=lora_formats))
 
 
 def _family(engine: Engine) -> str:

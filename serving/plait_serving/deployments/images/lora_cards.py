@@ -23,10 +23,16 @@ class LoraCards:
     once, and again when the file has changed; until then its format is "unknown", as that of a file in a store."""
 
     def __init__(
-        self, source: LoraSource, family: Callable[[], str], *, clock: Callable[[], float] = time.monotonic
+        self,
+        source: LoraSource,
+        family: Callable[[], str],
+        *,
+        formats: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`formats=False`: no file is opened, and nobody looks what is in the folder."""
         self._source = source
-        self._folder = source if isinstance(source, FolderSource) else None
+        self._folder = source if formats and isinstance(source, FolderSource) else None
         self._family = family
         self._clock = clock
         self._looking = threading.Lock()

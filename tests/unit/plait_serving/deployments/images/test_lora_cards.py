@@ -100,7 +100,7 @@ def test_a_half_written_file_is_read_again_when_there_is_more_of_it(shelf):
 
 
 def test_requests_share_the_cards(shelf):
-    """They are made anew only if something has changed, or the models' family. Without a folder there are none."""
+    """They are made anew only if something has changed, or the models' family."""
     shelf.put("a", "b")
     shelf.look()
     cards = shelf.cards.cards()
@@ -113,7 +113,6 @@ def test_requests_share_the_cards(shelf):
     families = iter(["sd1", "sdxl"])
     other = LoraCards(shelf.source, lambda: next(families))
     assert [other.cards()[0].family, other.cards()[0].family] == ["sd1", "sdxl"]
-    assert LoraCards(NoLoras(), lambda: "sd1").cards() == ()
 
 
 def test_who_asks_while_another_one_reads_waits_for_no_file(shelf, monkeypatch):
@@ -133,3 +132,12 @@ def test_who_asks_while_another_one_reads_waits_for_no_file(shelf, monkeypatch):
         assert [card.format for card in shelf.cards.cards()] == ["unknown"]
         may_read.set()
         assert [card.format for card in first.result(60)] == ["peft"]
+
+
+def test_who_needs_no_formats_opens_no_file(shelf):
+    """Neither does a source without a folder."""
+    shelf.put("a")
+    cards = LoraCards(shelf.source, lambda: "sd1", formats=False, clock=lambda: shelf.now_s)
+    assert [(card.name, card.format) for card in cards.cards()] == [("a", "unknown")]
+    assert LoraCards(NoLoras(), lambda: "sd1").cards() == ()
+    assert shelf.read == []
