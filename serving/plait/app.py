@@ -16,7 +16,7 @@ from plait.config import ServedConfig
 from plait.deployments import Deployment, HandleOf, deployments
 from plait.gpu_shares import running_cluster, with_gpus
 from plait_serving.deployments import INGRESS
-from plait_serving.deployments.node_class_handle import PlacedHandle
+from plait_serving.deployments.handles import PlacedHandle
 from plait_serving.deployments.process import LazyReplica
 from plait_serving.deployments.ray_internals import set_version
 from plait_serving.deployments.scaling import autoscaling
@@ -75,8 +75,8 @@ def bind(
 def _placed(row: Deployment, node_class: str) -> dict[str, Any]:
     """Return the name, the number of replicas and what one reserves: anywhere, or on nodes of a class."""
     if node_class:
-        from plait_deploy.on_ray.declared import placed_options
         from plait_deploy.on_ray.nodes import name_at
+        from plait_deploy.on_ray.policy import placed_options
 
         return {"name": name_at(row.name, node_class), **placed_options(row.demand(), node_class)}
     fixed = {"num_replicas": row.max_replicas}

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from plait.config import PlaitConfig, ServedConfig, ServerSection
 from plait.errors import PlaitError
 from plait.targets import call
-from plait_deploy.placement.demands import Reservation
+from plait_deploy.placement.values import Reservation
 from plait_serving.cores import capped
 from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE, INGRESS, worker_name
 from plait_serving.diffusion.knobs import Placement

@@ -24,9 +24,8 @@ from plait.config import PlaitConfig, ServedConfig
 from plait.deployments import Deployment
 from plait.errors import PlaitError, told
 from plait_deploy.errors import PlacementError
-from plait_deploy.placement.demands import task_of
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, ClusterNode
+from plait_deploy.placement.values import WHOLE, ClusterNode, task_of
 from plait_serving.deployments import CONTROLNET_PREFIX, ENGINE, ray_internals, worker_name
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.container import inspect

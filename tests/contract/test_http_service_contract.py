@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from fakes.engine import FakeProvider
 from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.deployments.images import hosted
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, LoraError, NumericalError, Overloaded
-from plait_serving.diffusion.values import Failed, Finished, LoraRef, Preview, Progress
+from plait_serving.diffusion.values import Edit, Failed, Finished, LoraRef, Preview, Progress
 from support.engine import LocalImages, Rig, request
 from support.waiting import until
 
@@ -156,15 +158,90 @@ async def test_a_full_queue_and_a_stop_are_told(rig):
         assert isinstance(events[-1].error, EngineStopped)
 
 
-@pytest.mark.parametrize("name", ["unreadable", "unmergeable"])
-async def test_a_lora_that_can_not_be_used_fails_its_request_alone(rig, name):
-    """Whether it fails while it loads or while it is merged."""
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"loras": (LoraRef(name="unreadable"),)}, LoraError),
+        ({"loras": (LoraRef(name="unmergeable"),)}, LoraError),
+        ({"prompt": "nan"}, NumericalError),
+        ({"prompt": "boom", "width": 24}, ValueError),  # of another size, as all requests of a call fail with it
+        ({"prompt": "unencodable"}, ValueError),
+    ],
+    ids=str,
+)
+async def test_what_goes_wrong_fails_its_request_alone(rig, fields, error):
+    """While a LoRA loads or is merged, in the model, in a text encoder."""
     provider = FakeProvider(["unreadable", "unmergeable"], failing=["unreadable"])
     service = local(rig(provider=provider, broken=frozenset({"unmergeable"})))
-    asked = (request("a", loras=(LoraRef(name=name),)), request("b"))
-    failed, fine = await asyncio.gather(*(collect(service, each) for each in asked))
-    assert isinstance(failed[-1].error, LoraError)
+    failed, fine = await asyncio.gather(*(collect(service, request(**each)) for each in (fields, {"steps": 30})))
+    assert isinstance(failed[-1].error, error)
     assert isinstance(fine[-1], Finished)
+
+
+async def test_leaving_gives_up_a_lora_that_still_loads(rig):
+    """The request is cancelled without ever running."""
+    provider = FakeProvider(["slow"], held=["slow"])
+    made = rig(provider=provider)
+    task = asyncio.create_task(collect(local(made), request(loras=(LoraRef(name="slow"),))))
+    await until(lambda: bool(provider.waiting))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: made.engine.statistics().cancelled == 1)
+    assert made.denoiser.calls == []
+
+
+GREY = np.full((16, 16, 3), 40, np.uint8)
+
+
+async def test_an_edit_starts_from_its_image_and_is_counted(rig):
+    """The arithmetic denoiser adds 1 per step: the image, its noise (the seed) and the steps that run; outside the
+    mask the image. Usage and timings count what ran."""
+    made, mask = rig(), np.zeros((16, 16), np.uint8)
+    mask[:, :8] = 255
+    edit = Edit(image=GREY, mask=mask, strength=0.5)
+    result = (await collect(local(made), request(steps=10, edit=edit)))[-1].result
+    (image,) = result.images
+    assert set(image[:, :8].reshape(-1)) == {40 + 10 + 5}
+    assert set(image[:, 8:].reshape(-1)) == {40}
+    used = made.engine.usage()["default"]
+    assert (used.images, used.steps) == (1, 5)
+    times = asdict(result.timings)
+    assert times["denoise_s"] >= 5 * STEP_S
+    assert times.pop("total_s") == pytest.approx(sum(times.values()))
+
+
+async def test_an_image_is_encoded_between_steps_of_others(rig):
+    """While one request steps, the images of four edits are encoded one after the other, never two in a row once the
+    time of a turn is over."""
+    order, asked, now_s = [], [], [0.0]
+    made = rig(lambda *given: asked.append(given), largest_batch=16, clock=lambda: now_s[0])
+    encode, predict = made.denoiser.encode, made.denoiser.predict
+
+    def slow(image):
+        order.append("encode")
+        now_s[0] += 0.3
+        return encode(image)
+
+    def step(calls):
+        order.append("step")
+        now_s[0] += STEP_S
+        while len(asked) < 5:  # what is running does not end before the others have come
+            time.sleep(0.001)
+        return predict(calls)
+
+    made.denoiser.encode, made.denoiser.predict = slow, step
+    service = local(made)
+    running = asyncio.create_task(collect(service, request(steps=400)))
+    await until(lambda: "step" in order)
+    edits = [request(f"edit {i}", edit=Edit(image=GREY)) for i in range(4)]
+    answers = await asyncio.gather(*(collect(service, each) for each in edits))
+    assert all(isinstance(events[-1], Finished) for events in answers)
+    first, last = order.index("encode"), len(order) - order[::-1].index("encode")
+    assert order.count("encode") == 4
+    assert "encodeencode" not in "".join(order[first:last])
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 def test_events_after_the_readers_loop_has_closed_are_dropped(rig):

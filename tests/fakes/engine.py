@@ -248,24 +248,15 @@ class FakeDenoiser:
 
     "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. `gate` (if given) is
     called before every call: tests use it to stop the compute thread at a step boundary. Files named in `taken` are
-    inputs, all others must be merged; text encoders have a merger of their own, `text_merger`. `samplers` makes the
-    sampler of a request's seeds at a latent shape.
+    inputs, all others must be merged; text encoders have a merger of their own, `text_merger`.
     """
 
     safety = None
 
-    def __init__(
-        self,
-        merger: FakeMerger,
-        text_merger: FakeMerger,
-        gate: Callable[[], None] | None = None,
-        *,
-        samplers: Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], RequestSampler] | None = None,
-    ) -> None:
+    def __init__(self, merger: FakeMerger, text_merger: FakeMerger, gate: Callable[[], None] | None = None) -> None:
         self.merger = merger
         self.text_merger = text_merger
         self.gate = gate
-        self.samplers = fake_samplers if samplers is None else samplers
         self.encoding_gate: Callable[[ImageRequest], None] | None = None
         self.taken: set[str] = set()
         self.calls: list[SeenCall] = []
@@ -284,8 +275,8 @@ class FakeDenoiser:
         return False
 
     def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> RequestSampler:
-        """Return what `samplers` makes."""
-        return self.samplers(request, seeds, self.latent_shape(request.width, request.height))
+        """Return what `fake_samplers` makes."""
+        return fake_samplers(request, seeds, self.latent_shape(request.width, request.height))
 
     def begin(self, request: ImageRequest) -> FakeEncoding:
         """Encode as `FakeEncoding` does."""
@@ -357,16 +348,15 @@ def resident_model(
     *,
     clock: Callable[[], float],
     loras: FakeProvider,
-    limits: ImageLimits | None = None,
-    costs: StepCosts | None = None,
+    costs: StepCosts,
 ) -> Model:
     """Return a model over fakes that is in memory."""
     model = Model(
         name="fake",
         family=FakeFamily(denoiser),
-        limits=ImageLimits() if limits is None else limits,
+        limits=ImageLimits(),
         loras=loras,
-        costs=StepCosts() if costs is None else costs,
+        costs=costs,
         clock=clock,
     )
     model.stepper = model.load()

@@ -9,7 +9,6 @@ from fakes.ranking import fake_rankers
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.sections import Role
 from plait_serving.starter.preprocess import PREPROCESSORS
 from support.app_server import AppServer
 from support.browser import needs_browser, window
@@ -49,13 +48,19 @@ class Tried:
 
 
 def test_operations_can_be_tried_out_as_they_are(window, tmp_path):
-    """Without a word typed but for what only a person can give, a file; a form sends nothing that nobody filled in."""
+    """Without a word typed but for what only a person can give, a file; a form sends nothing that nobody filled in. The
+    page's key goes along, and the browser finds nothing that its policy forbids."""
     service = FakeImageService()
     rankers = LocalRankingService(fake_rankers())
-    server = AppServer(create_app(service, HttpSettings(preprocessors=PREPROCESSORS), ranking=rankers))
+    settings = HttpSettings(preprocessors=PREPROCESSORS, api_keys=(api_key(KEY, tenant="a"),))
+    server = AppServer(create_app(service, settings, ranking=rankers))
     (tmp_path / "image.png").write_bytes(png())
     page = window(height=1600)
-    page.open(f"http://127.0.0.1:{server.port}/docs")
+    for _ in range(2):
+        page.open(f"http://127.0.0.1:{server.port}/docs")
+        page.run("sessionStorage.setItem('plait.key', args[0])", KEY)
+    page.wait("return document.querySelectorAll('.opblock').length > 15")
+    assert [each for each in page.complaints() if "401" not in each] == []
     for path in ("/v1/images/generations", "/v2/models/{model}/infer"):
         assert Tried(page, path).status() == "200", path
     edits = Tried(page, "/v1/images/edits")
@@ -95,7 +100,7 @@ def test_a_page_of_another_origin_is_answered_if_it_is_allowed(window):
     service = FakeImageService()
     allowed, stranger = AppServer(other_page), AppServer(other_page)
     settings = HttpSettings(
-        api_keys=(api_key(KEY, tenant="a", role=Role.USER),),
+        api_keys=(api_key(KEY, tenant="a"),),
         allowed_origins=(f"http://127.0.0.1:{allowed.port}",),
     )
     server = AppServer(create_app(service, settings))

@@ -13,8 +13,8 @@ import pytest
 
 from plait_serving.cores import socket_folder
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
+from plait_serving.deployments.handles import AllReplicas
 from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs
-from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable

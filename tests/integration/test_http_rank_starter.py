@@ -44,16 +44,6 @@ def client():
         yield TestClient(app, raise_server_exceptions=False)
 
 
-def test_the_example_is_answered(client):
-    """As it is, with scores that are probabilities."""
-    example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates=64")
-    answer = client.post(INFER, content=example.content)
-    assert answer.status_code == 200, answer.text
-    scores = outputs_of(answer)["score"]
-    assert scores.shape == (64,)
-    assert ((scores > 0) & (scores < 1)).all()
-
-
 def test_recurring_rankings_run_on_openvino():
     """All of its operators are proven."""
     pytest.importorskip("openvino", reason="needs openvino")

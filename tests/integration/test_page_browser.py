@@ -619,18 +619,6 @@ def test_nothing_stands_in_the_way_of_anybody(window, width, dark):
         assert page.complaints() == []
 
 
-def test_the_documentation_opens_and_asks_with_the_key(window):
-    """Offline, under its policy, in both shades; the page's key goes along."""
-    settings = HttpSettings(api_keys=(api_key(SECRET, tenant="acme"),))
-    with Desk(window, settings=settings, path="docs") as desk:
-        desk.page.run("sessionStorage.setItem('plait.key', args[0])", SECRET)
-        desk.page.open(desk.url + "docs")
-        desk.page.wait("return document.querySelectorAll('.opblock').length > 15")
-        assert "/v1/images/generations" in desk.page.text("#swagger")
-        refused = [each for each in desk.page.complaints() if "401" not in each]
-        assert refused == []
-
-
 def test_the_form_is_made_of_what_the_server_says(window):
     """Steps and size, and no part for what is not there."""
     model = replace(FAKE_CATALOG.model, default_steps=9, default_width=32, default_height=24)

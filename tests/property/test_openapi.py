@@ -52,15 +52,6 @@ def test_every_answer_is_documented(api: Any) -> None:
     assert len({operation for operation, status in calls if status < 300}) > 15, calls
 
 
-def test_a_query_that_is_too_long_is_documented(api: Any) -> None:
-    """Made requests are rarely so long; the server refuses these before it looks at their path."""
-    operation = api["/v2/models/{model}/example"]["GET"]
-    case = operation.Case(path_parameters={"model": "picks"}, query={"candidates": "1" * 3000})
-    response = case.call()
-    assert response.status_code == 414
-    case.validate_response(response)
-
-
 def ask(cases: st.SearchStrategy[Any], calls: Counter[tuple[str, int]]) -> None:
     """Makes requests of one kind; half of those about a model are about one that there is."""
     from schemathesis.specs.openapi import checks

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
 from fakes.trap import Trap
-from support.http_app import b64, make_client, png, png_header, saved
+from support.http_app import b64, make_client, png, png_chunk, saved
 
 URL = "/v1/images/generations"
 
@@ -52,7 +52,9 @@ def ask(client: TestClient, *images: Any, **more: Any) -> Any:
 
 def header_only(width: int, height: int) -> bytes:
     """A PNG that says that it is so large, and has next to nothing in it."""
-    return png_header(width, height, zlib.compress(bytes(1 << 20)))
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", size), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)
 
 
 def sixteen_megapixels() -> str:

@@ -58,12 +58,6 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png_header(width: int, height: int, data: bytes = b"") -> bytes:
-    """A PNG that only claims a size."""
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", size) + png_chunk(b"IDAT", data) + png_chunk(b"IEND", b"")
-
-
 def png(width: int = 16, height: int = 16, colour: tuple[int, int, int] = (200, 10, 30)) -> bytes:
     """A one-coloured PNG."""
     return saved(Image.new("RGB", (width, height), colour))

@@ -26,9 +26,8 @@ from plait_deploy.kuberay.rayservice import (
     named_object,
     optional,
 )
-from plait_deploy.placement.demands import Reservation
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, ClusterNode
+from plait_deploy.placement.values import WHOLE, ClusterNode, Reservation
 from plait_deploy.serve import render_serve
 
 _GROUP, _HEAD_GROUP = "ray.io/group", "headgroup"

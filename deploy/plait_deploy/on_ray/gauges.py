@@ -12,8 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from plait_deploy.errors import TaskError
 from plait_deploy.on_ray.nodes import CPUS, GPUS, NODE, RayNode, devices_in
-from plait_deploy.placement.demands import Demand, task_of
-from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
+from plait_deploy.placement.values import WHOLE, Demand, Task, TaskPlacement, task_of
 
 if TYPE_CHECKING:
     from plait_deploy.placement.state import ClusterState

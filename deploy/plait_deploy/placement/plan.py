@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait_deploy.errors import PlacementError
-from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.device_tables import FragmentTables
 from plait_deploy.placement.policies.scored import Policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
+from plait_deploy.placement.values import WHOLE, Demand, Task, TaskPlacement, demand_classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

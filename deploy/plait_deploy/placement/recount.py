@@ -16,11 +16,10 @@ from random import Random
 import numpy as np
 
 from plait_deploy.errors import TaskError
-from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.plan import use_of
 from plait_deploy.placement.policies.scored import Policy
 from plait_deploy.placement.state import ClusterState, devices_taken
-from plait_deploy.placement.values import Task, TaskPlacement
+from plait_deploy.placement.values import Demand, Task, TaskPlacement
 
 _SHUFFLES = 16
 """Random orders in which a wave is tried, beside the largest first and the smallest first."""

@@ -12,12 +12,11 @@ from typing import Any
 
 from plait_bench.benchmark import Reading, Say, Workload, readings
 from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
-from plait_deploy.on_ray.declared import placed_deployments, policy_options
 from plait_deploy.on_ray.gauges import occupied
 from plait_deploy.on_ray.nodes import LABEL, NODE, living_nodes, node_number, ray_nodes, split_name
-from plait_deploy.placement.demands import Demand, task_of
+from plait_deploy.on_ray.policy import placed_deployments, policy_options
 from plait_deploy.placement.plan import use_of
-from plait_deploy.placement.values import WHOLE
+from plait_deploy.placement.values import WHOLE, Demand, task_of
 
 PLAIT, PACK = "plait", "ray-pack"
 SYSTEMS = (PLAIT, "ray-spread", PACK)

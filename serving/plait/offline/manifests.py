@@ -61,8 +61,8 @@ def placed_application(config: PlaitConfig, cluster: Path) -> dict[str, Any]:
     """
     from plait.offline.placing import described, fitted, read_classes
     from plait_deploy.errors import PlacementError
-    from plait_deploy.on_ray.declared import placed_deployments, policy_options
     from plait_deploy.on_ray.nodes import name_at
+    from plait_deploy.on_ray.policy import placed_deployments, policy_options
     from plait_serving.deployments.scaling import autoscaling
 
     config = fitted(config, described(cluster))

@@ -15,11 +15,10 @@ from plait.errors import PlaitError, read, told
 from plait.gpu_shares import running_cluster, with_gpus
 from plait_deploy.errors import PlacementError
 from plait_deploy.placement.cluster_file import parse_cluster
-from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, ClusterNode
+from plait_deploy.placement.values import WHOLE, ClusterNode, Demand, demand_classes
 from plait_loadtest import strict_yaml
 
 COMPARED = ("ray-pack", "ray-spread")

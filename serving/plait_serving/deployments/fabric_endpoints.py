@@ -20,7 +20,7 @@ from ray import serve
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
 from plait_serving.cores import remove_stale_sockets, socket_folder
-from plait_serving.deployments.metrics import ask
+from plait_serving.deployments.handles import ask
 from plait_serving.deployments.ray_internals import known_replicas
 
 _log = logging.getLogger(__name__)

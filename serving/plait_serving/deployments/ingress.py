@@ -16,13 +16,13 @@ from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_serving.deployments import ENGINE
 from plait_serving.deployments.direct import DirectListener
+from plait_serving.deployments.handles import AllReplicas
 from plait_serving.deployments.images.handle import HandleImageService
-from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.process import configure_logging, shorten_gil_interval
 from plait_serving.deployments.ray_internals import given_knobs, note, noted
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.desk import Desk, JobState
-from plait_serving.http.edge.repeating import without_repeated
+from plait_serving.http.edge.refusals import without_repeated
 from plait_serving.imports import importing
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 

@@ -21,7 +21,7 @@ from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.deployments.ray_internals import replace_proxy_queue
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import HostCheck
-from plait_serving.http.edge.repeating import RepeatMiddleware
+from plait_serving.http.edge.refusals import RepeatMiddleware
 from plait_serving.http.edge.request_id import accepted_id
 from plait_serving.http.edge.sse import error_event
 

@@ -12,7 +12,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.deployments.ray_internals import proxy_queue
-from plait_serving.http.edge.body_limit import declared_bytes
+from plait_serving.http.edge.limits import declared_bytes
 
 _PIECE_BYTES = 64 << 10
 """What uvicorn holds of a body before it stops reading, so that a piece costs no more memory than it does already."""

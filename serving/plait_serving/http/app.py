@@ -22,12 +22,11 @@ from plait_serving.http import document, models, operations
 from plait_serving.http.a1111 import routes as a1111
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import identify
-from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostCheck, OriginMiddleware, TrustedProxies
-from plait_serving.http.edge.repeating import IMAGE_PATHS
+from plait_serving.http.edge.limits import BodyLimitMiddleware, RateLimits
+from plait_serving.http.edge.refusals import IMAGE_PATHS
 from plait_serving.http.edge.request_id import RequestIdMiddleware
-from plait_serving.http.edge.tenants import RateLimits
 from plait_serving.http.images import results
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import EditBody

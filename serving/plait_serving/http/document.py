@@ -12,7 +12,7 @@ from typing import Any
 
 from plait_serving.http.edge.auth import is_open
 from plait_serving.http.edge.errors import V2, ErrorBody
-from plait_serving.http.edge.repeating import IMAGE_PATHS
+from plait_serving.http.edge.refusals import IMAGE_PATHS
 from plait_serving.http.edge.request_id import ACCEPTED
 
 _MEANINGS = {

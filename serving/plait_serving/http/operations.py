@@ -20,7 +20,7 @@ from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import Principal, principal
 from plait_serving.http.edge.errors import ApiError
-from plait_serving.http.edge.repeating import IMAGE_PATHS
+from plait_serving.http.edge.refusals import IMAGE_PATHS
 from plait_serving.replica_metrics import (
     REPLICA,
     ReplicaMetrics,

@@ -23,8 +23,7 @@ from plait_serving.diffusion.published.architectures import Architecture
 from plait_serving.diffusion.published.configs import build_on_meta, published_name
 from plait_serving.diffusion.sources.staging import new_file
 from plait_serving.random_models import DtypeName, LoraSpelling
-from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
-from plait_serving.random_models.write import METADATA, Report
+from plait_serving.random_models.write import METADATA, DrawnTensor, Report, write_tensors
 
 MAX_RANK = 4096
 """What plait's reader takes."""

@@ -12,9 +12,8 @@ from plait.config import PlaitConfig
 from plait.deployments import deployments
 from plait.errors import PlaitError
 from plait.gpu_shares import placement_line, pods_with_gpus, running_cluster, with_gpus
-from plait_deploy.placement.demands import task_of
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import ClusterNode
+from plait_deploy.placement.values import ClusterNode, task_of
 from plait_serving.deployments import ray_internals
 from support.tensor_headers import write_header
 

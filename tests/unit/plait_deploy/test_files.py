@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from plait_deploy.on_ray.gauges import gauges
+
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
 HADOLINT = Path(sys.executable).parent / "hadolint"
@@ -79,6 +81,16 @@ def test_expressions_count_each_proxy_once_and_replicas_by_their_rates(where):
         largest = expression.count("max without (instance, pod, replica) (")
         assert len(summed) + largest == len(re.findall(r"\bplait_\w+", expression))
         assert all("replica" not in labels for labels in re.findall(r"by \(([^)]*)\)", expression))
+
+
+def test_dashboards_and_alerts_read_metrics_that_are_there():
+    """Of a server, which `test_prometheus` holds to that list; of the cluster's nodes; and what `test_worker` holds a
+    ranking worker to."""
+    there = set(re.findall(r"\bplait_\w+", (Path(__file__).parents[1] / "plait_serving/http/metrics.txt").read_text()))
+    there |= {family.name for family in gauges((), ())} | {"plait_ranker_worker_audit_drifted_total"}
+    read = {name for file in (DEPLOY / "dashboards").iterdir() for name in metrics_of(file.read_text())}
+    assert len(read) > 20
+    assert read - there == set()
 
 
 def test_every_alert_leads_to_a_part_of_the_runbook():

@@ -17,7 +17,7 @@ from plait_autoconfig import objective
 from plait_serving.diffusion import admission, prompt_syntax, request_fields, values
 from plait_serving.http.edge import hosts, request_id
 from plait_serving.http.images import edit_body
-from plait_serving.images import codec, results, stored_text
+from plait_serving.images import codec, infotext, results
 from plait_serving.ranking import codec as ranking
 
 
@@ -145,7 +145,7 @@ def patterns_of(*modules: ModuleType) -> dict[str, re.Pattern[str]]:
 DIGITS = re.compile(ranking._DIGITS.pattern.decode())
 SEARCHED = {**patterns_of(prompt_syntax), "ranking": DIGITS, "control": request_fields._CONTROL}
 MATCHED = patterns_of(
-    admission, codec, edit_body, hosts, objective, request_fields, request_id, results, stored_text, untrusted, values
+    admission, codec, edit_body, hosts, objective, request_fields, request_id, results, infotext, untrusted, values
 )
 PIECES = ["".join(piece) for count in (1, 2) for piece in product("([)<>:\\a1. ", repeat=count)]
 """Of what most of these patterns are about."""

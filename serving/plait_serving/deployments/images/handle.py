@@ -18,8 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
+from plait_serving.deployments.handles import AllReplicas, ask_all
 from plait_serving.deployments.images.catalog_pieces import Accepted, unpacked
-from plait_serving.deployments.metrics import AllReplicas, ask_all
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import HEALTH_TIMEOUT_S, Health

@@ -15,7 +15,7 @@ from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments import worker_name
-from plait_serving.deployments.metrics import ask
+from plait_serving.deployments.handles import ask
 from plait_serving.deployments.ranking.worker import ServeRanker, wait_until_ready
 from plait_serving.ranking.config import MAX_SHARDS, shard_role
 from plait_serving.ranking.local import LocalRankingService, ServedRanker

@@ -42,7 +42,7 @@ from plait_kernels.devices import default_device
 from plait_kernels.threads import run_on_own_thread, set_threads
 from plait_serving.cores import cpu_threads, declare_thread_cap
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, open_listeners, this_replica
-from plait_serving.deployments.metrics import ask_all
+from plait_serving.deployments.handles import ask_all
 from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE

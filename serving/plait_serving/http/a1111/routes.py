@@ -35,8 +35,7 @@ from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.images.resolve import chosen_model
 from plait_serving.http.images.routes import ImageReply, RefusingRoute, base64_of, resolved, result_of, while_wanted
 from plait_serving.images.codec import decode_base64
-from plait_serving.images.infotext import SAMPLER_NAMES, SPACING_NAMES
-from plait_serving.images.stored_text import read_parameters, settings_of
+from plait_serving.images.infotext import SAMPLER_NAMES, SPACING_NAMES, read_parameters, settings_of
 
 router = APIRouter(prefix="/sdapi/v1", route_class=JsonRoute, include_in_schema=False)
 making = APIRouter(prefix="/sdapi/v1", route_class=RefusingRoute, include_in_schema=False)

@@ -19,9 +19,9 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 from plait_serving.http.edge.json_body import parse_json
+from plait_serving.http.edge.limits import MAX_JSON_VALUES
 from plait_serving.http.images.schemas import MAX_LIST, EditBody
 
 _FORM = "multipart/form-data"
@@ -68,7 +68,7 @@ def _charset(content_type: str) -> bytes:
 
 async def _form(request: Request) -> dict[str, Any]:
     try:
-        # Bodies are bounded as a whole (`body_limit`), and so are their parts.
+        # Bodies are bounded as a whole (`limits.py`), and so are their parts.
         async with request.form(max_files=_MAX_PARTS, max_fields=_MAX_PARTS, max_part_size=2**40) as form:
             parts = [
                 (name, await value.read() if isinstance(value, UploadFile) else value)

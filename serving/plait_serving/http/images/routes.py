@@ -35,8 +35,7 @@ from plait_serving.http.edge.counters import MODEL
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, News, finished, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
-from plait_serving.http.edge.refusals import Refused
-from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
+from plait_serving.http.edge.refusals import REFUSED_HEADER, Refused, repeated
 from plait_serving.http.edge.request_id import ENDED
 from plait_serving.http.edge.turn_threads import READING
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit

@@ -24,8 +24,8 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankRequest
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import principal
-from plait_serving.http.edge.body_limit import declared_bytes
 from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, JsonRoute, StrictBody
+from plait_serving.http.edge.limits import declared_bytes
 from plait_serving.http.ranking.infer import rank, unique_id
 from plait_serving.ranking.codec import Array, array_of, hint
 from plait_serving.ranking.local import BoundModel, LocalRankingService

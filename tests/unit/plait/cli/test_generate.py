@@ -19,7 +19,7 @@ from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.images.codec import decode_image
 from plait_serving.images.config import STARTER_FOLDER
-from plait_serving.images.stored_text import read_parameters
+from plait_serving.images.infotext import read_parameters
 from support.http_app import png
 
 

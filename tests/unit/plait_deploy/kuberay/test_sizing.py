@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, strategies
 
 from plait_deploy.kuberay.render import pods_for
-from plait_deploy.placement.demands import Reservation
-from plait_deploy.placement.values import WHOLE, ClusterNode
+from plait_deploy.placement.values import WHOLE, ClusterNode, Reservation
 
 
 def work(name="a", cpus=1.0, gpus=0.0, least=1, most=None):

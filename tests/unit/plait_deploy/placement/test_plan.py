@@ -8,12 +8,11 @@ import pytest
 
 from plait_deploy.errors import ClusterError, PlacementError, TaskError
 from plait_deploy.placement.cluster_file import parse_cluster
-from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.drawing import DRAWN_NODES, draw
 from plait_deploy.placement.plan import plan
 from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import ClusterNode, Task
+from plait_deploy.placement.values import ClusterNode, Demand, Task, demand_classes, task_of
 
 GROUP = {"name": "g", "cpus": 16, "memory_gib": 64, "gpus": 2, "gpu_model": "L4"}
 

@@ -7,11 +7,10 @@ import random
 
 import pytest
 
-from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.recount import Standing, recount
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, ClusterNode
+from plait_deploy.placement.values import WHOLE, ClusterNode, Demand, demand_classes, task_of
 
 CLASSES = ("a", "b", "c")
 

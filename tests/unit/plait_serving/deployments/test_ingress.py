@@ -1,4 +1,5 @@
-"""What the ingress does with every answer, without a cluster."""
+"""An ingress without a cluster: open answers, and the gauges of nodes by what replicas say with their metrics, while
+Ray is asked in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +7,58 @@ import asyncio
 
 import pytest
 
-from plait_serving.deployments.ingress import OpenResponses
+from fakes.images import FakeImageService
+from plait_deploy.on_ray.nodes import CPUS, DEVICES, GPUS, NODE, node_number
+from plait_serving.deployments.ingress import NodeGauges, OpenResponses
+from plait_serving.http.context import HttpSettings, RouteContext
+from plait_serving.http.operations import gather
+from plait_serving.replica_metrics import ReplicaMetrics, exposition
+
+NODE_ID = "4" + "0" * 55
+NODES = [{"NodeID": NODE_ID, "Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0}, "Labels": {}}]
+
+
+def said(num_gpus):
+    """Of where a replica is, by itself."""
+    return {NODE: node_number(NODE_ID), DEVICES: 1.0, CPUS: 0.5, GPUS: num_gpus}
+
+
+async def settled(gauges, reports, done):
+    """Asks until `done`, as a Prometheus does."""
+    async with asyncio.timeout(60.0):
+        while not done(text := exposition(gauges.families(reports))):  # noqa: ASYNC110  # nobody is told
+            await asyncio.sleep(0.01)
+    return text
+
+
+async def test_nodes_that_cannot_be_asked_leave_what_was_known():
+    """What is idle is what no replica says that it has. An error is logged, and the text stays."""
+    looked = []
+
+    def nodes():
+        looked.append(1)
+        if len(looked) > 1:
+            raise RuntimeError("Ray does not answer")
+        return NODES
+
+    gauges = NodeGauges(nodes)
+    text = await settled(gauges, [said(0.6)], lambda text: "idle_gpus{" in text)
+    assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
+    assert f'plait_node_stranded_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
+    await settled(gauges, [said(0.6)], lambda _: len(looked) > 2)
+    assert exposition(gauges.families([])) == text
+
+
+async def test_a_scrape_hands_on_where_replicas_are():
+    """Of those that say so: no ingress has a GPU."""
+    service, given = FakeImageService(), []
+
+    async def counts():
+        return [ReplicaMetrics(replica="e", families=(), at=said(0.6)), ReplicaMetrics(replica="i", families=())]
+
+    service.counts = counts
+    await gather(RouteContext(images=service, settings=HttpSettings(), nodes=lambda at: given.append(at) or ()))
+    assert given == [[said(0.6)]]
 
 
 async def test_serve_ingress_counts_open_answers():

@@ -19,7 +19,7 @@ from plait_serving.deployments import proxy
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.deployments.proxy import AnsweringMiddleware
 from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
-from plait_serving.http.edge.repeating import RepeatMiddleware
+from plait_serving.http.edge.refusals import RepeatMiddleware
 from support.waiting import settled
 
 IN_EVERY_PROXY = [AnsweringMiddleware, GatheringMiddleware, RepeatMiddleware]

@@ -22,11 +22,11 @@ from plait_serving.health import Health
 from plait_serving.http import operations
 from plait_serving.http.app import app_from_context, create_app
 from plait_serving.http.context import HttpSettings, RouteContext
-from plait_serving.http.edge import body_limit, request_id
+from plait_serving.http.edge import limits, request_id
 from plait_serving.http.edge.auth import Principal, authenticate
-from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.json_body import JsonRoute
+from plait_serving.http.edge.limits import MAX_JSON_VALUES
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.sections import Role
 from support.http_app import AsgiCall, make_app, make_client
@@ -434,13 +434,13 @@ def test_what_a_refused_body_held_is_given_back(content, status):
 def test_memory_of_large_bodies_goes_back_to_the_system(client, monkeypatch):
     """However their requests end; small ones are not worth it. Until then a heap keeps it."""
     returned = threading.Semaphore(0)
-    monkeypatch.setattr(body_limit, "return_memory", returned.release)
+    monkeypatch.setattr(limits, "return_memory", returned.release)
     for content, status in ((b'{"prompt": "x"}', 200), (b'"' + b"x" * (8 << 20), 400), (b"[" * (8 << 20), 413)):
         assert client.post(URL, content=content, headers=JSON).status_code == status
     assert all(returned.acquire(timeout=60) for _ in range(2))
     assert not returned.acquire(blocking=False)
     monkeypatch.undo()
-    body_limit.return_memory()
+    limits.return_memory()
 
 
 def test_a_body_that_was_parsed_is_not_kept():

@@ -13,7 +13,7 @@ from plait.deployments import http_settings
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import refusals
-from plait_serving.http.edge.tenants import TokenBucket
+from plait_serving.http.edge.limits import TokenBucket
 from plait_serving.replica_metrics import ReplicaMetrics
 from plait_serving.sections import Role, TenantLimits
 from support.http_app import AsgiCall, make_app, make_client

@@ -22,9 +22,9 @@ from plait_serving.diffusion.published.architectures import ARCHITECTURES, Famil
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
 from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
 from plait_serving.diffusion.sources import staging
-from plait_serving.random_models import DtypeName, tensor_file
-from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
-from plait_serving.random_models.write import write_model
+from plait_serving.random_models import DtypeName
+from plait_serving.random_models import write as writing
+from plait_serving.random_models.write import DrawnTensor, write_model, write_tensors
 from support.bundles import load_bundle
 
 BASES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
@@ -204,7 +204,7 @@ def test_the_tokenizer_of_t5_reads_what_the_model_knows(tmp_path):
 
 def test_large_tensors_are_drawn_in_pieces(tmp_path, monkeypatch):
     """A tensor longer than a piece is one stream of values, whatever stands before it in the file."""
-    monkeypatch.setattr(tensor_file, "CHUNK", 1000)
+    monkeypatch.setattr(writing, "CHUNK", 1000)
     first, second = (
         DrawnTensor(key="a", label="a", shape=(3,), mean=1.0),
         DrawnTensor(key="b", label="b", shape=(50, 70), std=2.0),

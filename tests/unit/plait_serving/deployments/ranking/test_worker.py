@@ -1,7 +1,8 @@
-"""The hooks that Serve calls on a ranking worker, without a cluster."""
+"""The hooks that Serve calls on a ranking worker, and whether a model would answer, without a cluster."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,17 +10,22 @@ import pytest
 import ray
 from ray import serve
 
+from fakes.broadcast import BroadcastHandle
 from fakes.ranking import FAKE_CARD
+from plait_disagg.workers.ranker import CoreRanker
 from plait_kernels.heartbeat import Stuck, ThreadHeartbeat
 from plait_serving.deployments.ranking import worker as module
-from plait_serving.deployments.ranking.worker import RankWorker
+from plait_serving.deployments.ranking.worker import RankWorker, ServeRanker
+from plait_serving.ranking.local import LocalRankingService, ServedRanker
+from support.prometheus import found
 
 
 async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Serve replaces it although all of its threads are alive (finding 9)."""
+    """Serve replaces it although all of its threads are alive (finding 9). Until then it says what it counts."""
     now_s = [0.0]
+    counted = partial(dict, audit_drifted_total=2)
     heartbeat = ThreadHeartbeat(lambda: now_s[0])
-    threads = SimpleNamespace(alive=True, heartbeat=heartbeat, addresses=(), metrics=dict, stop=lambda drain_s: None)
+    threads = SimpleNamespace(alive=True, heartbeat=heartbeat, addresses=(), metrics=counted, stop=lambda drain_s: None)
     replica = SimpleNamespace(replica_id=SimpleNamespace(to_full_id_str=lambda: "r"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: replica)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -38,6 +44,7 @@ async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.Monk
             now_s[0] += 5
             worker.check_health()
 
+    assert found((await worker.metric_families()).families, "plait_ranker_worker_audit_drifted_total", role="hn") == [2]
     heartbeat.begin("a batch of 3 rows", 0.01)
     check_for(60)
     with pytest.raises(Stuck, match="3 rows"):
@@ -49,3 +56,30 @@ async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.Monk
         worker.check_health()
     await worker.drain(0.0)
     worker.check_health()
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ((None,), None),
+        (("no HN answers", None), None),
+        (("no HN answers", TimeoutError()), "model picks: no HN answers"),
+        ((TimeoutError(),), "model picks: no worker answered within 1.5 s"),
+        ((), "model picks: no worker answered within 1.5 s"),
+    ],
+)
+async def test_one_ready_worker_is_enough(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[object, ...], reason: str | None
+) -> None:
+    """A CN that lost its HNs is there and cannot answer; another one may."""
+
+    async def connected(_: CoreRanker) -> None:
+        return None
+
+    monkeypatch.setattr(CoreRanker, "ready", connected)
+    ranker = ServeRanker("picks", BroadcastHandle("why_not_ready", *answers))
+    try:
+        health = await LocalRankingService({"picks": ServedRanker(ranker=ranker)}).health()
+        assert (health.ready, health.reason) == (reason is None, reason)
+    finally:
+        await ranker.close(drain_s=0)

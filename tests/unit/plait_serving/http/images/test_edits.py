@@ -18,7 +18,7 @@ from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.images import edit_body
 from plait_serving.http.images.schemas import EditResponse
 from plait_serving.images import codec
-from plait_serving.images.stored_text import read_parameters
+from plait_serving.images.infotext import read_parameters
 from support.http_app import b64, make_client, pixels, png, saved
 
 URL = "/v1/images/edits"

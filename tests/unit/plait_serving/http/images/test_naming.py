@@ -15,8 +15,8 @@ from plait_serving.diffusion.request_terms import SamplerChoice
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.images.resolve import chosen_model, resolve
 from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.images.infotext import read_parameters
 from plait_serving.images.service import AliasCard, LoraCard
-from plait_serving.images.stored_text import read_parameters
 from support.http_app import make_client
 from support.names import ODD_NAMES
 

@@ -29,7 +29,7 @@ from plait_serving.http.edge.errors import ErrorBody
 from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images import codec
-from plait_serving.images.stored_text import read_parameters
+from plait_serving.images.infotext import read_parameters
 from plait_serving.ranking.local import LocalRankingService
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_client, pixels, png, saved
 from support.http_rank import INFER

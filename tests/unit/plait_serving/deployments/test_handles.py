@@ -1,18 +1,22 @@
-"""The metrics of all replicas of a deployment, without a cluster."""
+"""All replicas of a deployment, and the deployments of a model, most of which have no replica: without a cluster."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import httpx2
 import pytest
 from ray.exceptions import GetTimeoutError
+from ray.serve._private.common import DeploymentID, ReplicaID
 
 from fakes.broadcast import BroadcastHandle
 from plait_serving.deployments import ingress as ingress_module
+from plait_serving.deployments.handles import AllReplicas, PlacedHandle, ask
 from plait_serving.deployments.ingress import Ingress
-from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.http.context import HttpSettings
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 from support.prometheus import found, total
@@ -129,3 +133,63 @@ async def scraped(app: Any, path: str = "/metrics") -> str:
     """What GET of the path answers."""
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://localhost") as client:
         return (await client.get(path)).text
+
+
+class Handle:
+    """Serve's handle of a deployment, as far as it matters: without replicas a broadcast fails. Serve tells a process
+    of replicas once it has chosen options or a method."""
+
+    def __init__(self, name, replicas):
+        self.name, self.replicas, self.calls, self.chosen, self._router = name, replicas, Counter(), {}, None
+
+    def options(self, **chosen):
+        self.chosen = chosen
+        return self.generate
+
+    def broadcast(self, method, *arguments):
+        if not self.replicas:
+            raise RuntimeError("no replica")
+        answers = [(self.name, number, method, *arguments) for number in range(self.replicas)]
+        return SimpleNamespace(results=lambda **_: answers)
+
+    @property
+    def generate(self):
+        deployment = DeploymentID(name=self.name, app_name="plait")
+        replicas = {ReplicaID(str(number), deployment): None for number in range(self.replicas)}
+        routing = SimpleNamespace(_request_router=SimpleNamespace(curr_replicas=replicas))
+        self._router = SimpleNamespace(_asyncio_router=routing)
+        return self
+
+    def remote(self, *arguments):
+        self.calls[arguments] += 1
+        return self.name
+
+
+def test_a_broadcast_reaches_all_replicas_of_all_deployments():
+    """A deployment without replicas is no error."""
+    handle = PlacedHandle({"a": Handle("a", 2), "b": Handle("b", 0), "c": Handle("c", 1)})
+    found = ask(handle, "stage", "x", timeout_s=1)
+    assert sorted(found) == [("a", 0, "stage", "x"), ("a", 1, "stage", "x"), ("c", 0, "stage", "x")]
+
+
+def test_requests_go_only_where_replicas_are_and_follow_them():
+    """The more replicas, the more requests; none to a deployment whose replicas have gone."""
+    handles = {"a": Handle("a", 0), "b": Handle("b", 3), "c": Handle("c", 1)}
+    handle = PlacedHandle(handles).options(stream=True)
+    asked = Counter(handle.generate.remote("image") for _ in range(400))
+    assert set(asked) == {"b", "c"}
+    assert asked["b"] > asked["c"]
+    assert all(each.chosen == {"stream": True} for each in handles.values())
+    handles["b"].replicas, handles["a"].replicas = 0, 1
+    assert {handle.generate.remote("image") for _ in range(100)} == {"a", "c"}
+    handles["a"].replicas = handles["c"].replicas = 0
+    assert handle.generate.remote("nobody") in handles  # Serve keeps it until there is a replica
+
+
+def test_a_handle_can_be_pickled_before_and_while_it_is_used():
+    """The application is pickled on its way to the ingress, and again there: Serve looks what a replica calls."""
+    handle = PlacedHandle({"a": Handle("a", 1)})
+    for _ in range(2):
+        there = cloudpickle.loads(cloudpickle.dumps(handle))
+        assert ask(there, "x", timeout_s=1) == [("a", 0, "x")]
+        handle.generate.remote("image")

@@ -1,4 +1,8 @@
-"""Refuses bodies (and queries) that are too large, alone or all together, in OpenAI's error form.
+"""What a tenant may send: so many requests per second, and bodies (and queries) that are not too large, alone or all
+together. Who sends more is refused in OpenAI's error form.
+
+Limits are of a tenant, not of a key: all its keys share them. Each ingress replica counts on its own, so with two of
+them a tenant may send twice as many requests per second.
 
 A body stays in memory until its request is answered, so a queue of requests with control images could fill the
 memory although each of them is within bounds. No tenant holds more than it leaves for others, so that whoever comes
@@ -8,8 +12,9 @@ finds room: of one that is alone the bodies may hold half of all, of two a third
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +23,8 @@ from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.edge.auth import tenant_in
 from plait_serving.http.edge.errors import ApiError, BodyRefused
-from plait_serving.http.edge.repeating import PACED_PATHS
+from plait_serving.http.edge.refusals import PACED_PATHS
+from plait_serving.sections import TenantLimits
 
 MAX_JSON_VALUES = 300_000
 """Commas and opening brackets in a JSON body: Python makes objects of so many values in some 0.1 s. Two prompts
@@ -38,6 +44,8 @@ _OTHER_LIMITS = "/v2/"
 
 _FORMS = "/v1/images/edits"
 """Bodies there may be forms, which hold files, and whose fields have limits of their own."""
+
+_ROUNDING_S = 1e-9
 
 
 def declared_bytes(scope: Scope) -> int:
@@ -123,3 +131,43 @@ class BodyLimitMiddleware:
             if scope["path"] in PACED_PATHS:
                 self._refused(tenant, Overloaded.code)
             raise Overloaded("too many large requests are waiting", retry_after_s=2.0)
+
+
+class TokenBucket:
+    """Takes `rate` requests per second, and up to a second's worth at once (at least one)."""
+
+    def __init__(self, rate: float) -> None:
+        self._each_s, self._ahead_s = 1.0 / rate, max(1.0, rate) / rate
+        self._ends_s = -math.inf
+
+    def take(self, now_s: float) -> float:
+        """Take one request; return 0, or the seconds until one can be taken."""
+        ends_s = max(now_s, self._ends_s) + self._each_s
+        if (wait_s := ends_s - now_s - self._ahead_s) > _ROUNDING_S:
+            return wait_s
+        self._ends_s = ends_s
+        return 0.0
+
+
+class RateLimits:
+    """Refuses a tenant's requests beyond its `requests_per_s` (429)."""
+
+    def __init__(
+        self, limits: Mapping[str, TenantLimits], monotonic_s: Callable[[], float], refused: Callable[[str, str], None]
+    ) -> None:
+        """`refused` is told of each request for images that is refused: its tenant, and the code of the answer."""
+        self._monotonic_s = monotonic_s
+        self._refused = refused
+        self._buckets = {
+            name: TokenBucket(one.requests_per_s) for name, one in limits.items() if one.requests_per_s is not None
+        }
+
+    def __call__(self, scope: Scope) -> None:
+        """Raise a 429 `ApiError` for a request that is one too many."""
+        tenant = tenant_in(scope)
+        bucket = self._buckets.get(tenant)
+        if bucket is not None and (wait_s := bucket.take(self._monotonic_s())) > 0.0:
+            code, message = "rate_limited", f"tenant {tenant!r} sends too many requests per second"
+            if scope["path"] in PACED_PATHS:
+                self._refused(tenant, code)
+            raise ApiError(429, message, code=code, headers={"retry-after": str(math.ceil(wait_s))})
