@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fakes.bad_server import BEHAVIOURS, bad_server, says
+from plait_loadtest import parts
 from plait_loadtest.cli import app
-from plait_loadtest.report import parts
 from plait_loadtest.scenario import Slo
 from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import records, scenario, session

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait_loadtest import parts
 from plait_loadtest.errors import ReportError, ScenarioError
-from plait_loadtest.merging import merged
+from plait_loadtest.parts import merged
 from plait_loadtest.plan import shares
-from plait_loadtest.report import parts
 from plait_loadtest.report.document import document
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, ImageClass, Slo
 from plait_loadtest.session import finished

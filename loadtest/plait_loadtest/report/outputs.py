@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plait_loadtest import parts
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.report import parts
 from plait_loadtest.report.document import document, rounded
 from plait_loadtest.values import RECORD, Records, RequestOutcome
 
