@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from starter_training.data import TrainingImages
-from starter_training.loop import SEED, Loss, StageOutcome, Trainer
-from starter_training.plan import StageRecipe
+from starter_training.loop import SEED, Loss, StageOutcome, StageRecipe, Trainer
 from starter_training.text import WIDTH, build_head, build_text_encoder, embed, spelling_loss, tokenize
 from starter_training.vae import scaled_latents
 

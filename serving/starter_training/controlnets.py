@@ -17,8 +17,7 @@ from torch import Tensor
 
 from plait_serving.starter.preprocess import PREPROCESSORS
 from starter_training.base import Draw, Studio, TrainingBatch, diffusion_loss
-from starter_training.loop import SEED, StageOutcome, Trainer
-from starter_training.plan import StageRecipe
+from starter_training.loop import SEED, StageOutcome, StageRecipe, Trainer
 from starter_training.vae import scaled_latents
 
 WRONG_PROMPT = 0.5

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from starter_training.base import Studio, diffusion_loss, draw_images, predicted
-from starter_training.loop import SEED, Loss, StageOutcome, Trainer
-from starter_training.plan import Plan
+from starter_training.loop import SEED, Loss, Plan, StageOutcome, Trainer
 from starter_training.text import spelling_loss
 from starter_training.vae import scaled_latents, styles
 

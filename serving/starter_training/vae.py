@@ -16,8 +16,7 @@ from torch import Tensor
 
 from plait_serving.starter.preprocess import pixel, sketch
 from starter_training.data import TrainingImages
-from starter_training.loop import SEED, StageOutcome, Trainer
-from starter_training.plan import StageRecipe
+from starter_training.loop import SEED, StageOutcome, StageRecipe, Trainer
 
 LATENT_WEIGHT = 1e-4
 SLOPE_WEIGHT = 0.5

@@ -18,8 +18,7 @@ from plait_serving.starter.references import load_references
 from starter_training import __main__ as command
 from starter_training.__main__ import train_all
 from starter_training.data import NpmUnavailableError, TrainingImages, load_images
-from starter_training.loop import Trainer
-from starter_training.plan import FULL, STAGES, StageRecipe, override, smoke_plan
+from starter_training.loop import FULL, STAGES, StageRecipe, Trainer, override, smoke_plan
 from starter_training.text import LENGTH, build_tokenizer
 from starter_training.vae import scaled_latents
 
