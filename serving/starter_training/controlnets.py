@@ -63,5 +63,5 @@ def train_controlnet(
         made = studio.unet(noisy, t, prompts, down_block_additional_residuals=down, mid_block_additional_residual=mid)
         return torch.as_tensor(made.sample)
 
-    trainer = Trainer(name, net, recipe, checkpoint)
-    return net, trainer.run(diffusion_loss(predict, _draw_controls(studio, name, recipe.batch)))
+    loss = diffusion_loss(predict, _draw_controls(studio, name, recipe.batch))
+    return net, Trainer(net, recipe, checkpoint).run(loss)

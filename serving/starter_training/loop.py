@@ -90,12 +90,10 @@ def learning_rate(step: int, recipe: StageRecipe) -> float:
 
 
 class Trainer:
-    """Trains the parameters of `module` that require a gradient, and keeps its progress in `path`."""
+    """Trains the parameters of `module` that require a gradient, and keeps its progress in `path` (`STAGE.pt`)."""
 
-    def __init__(
-        self, name: str, module: nn.Module, recipe: StageRecipe, path: Path, *, save_every_s: float = 60.0
-    ) -> None:
-        self.name, self.recipe, self.path, self.save_every_s = name, recipe, path, save_every_s
+    def __init__(self, module: nn.Module, recipe: StageRecipe, path: Path, *, save_every_s: float = 60.0) -> None:
+        self.recipe, self.path, self.save_every_s = recipe, path, save_every_s
         self.module = module
         self.live = {key: value for key, value in module.named_parameters() if value.requires_grad}
         self.average = {key: value.detach().clone() for key, value in self.live.items()}
@@ -155,7 +153,7 @@ class Trainer:
             if now - saved > self.save_every_s or self.step == self.recipe.steps:
                 pace = (now - started) / (self.step - first)
                 sys.stderr.write(
-                    f"{self.name} {self.step}/{self.recipe.steps} loss {self.loss:.4f} {self.seconds_s:.0f} s"
+                    f"{self.path.stem} {self.step}/{self.recipe.steps} loss {self.loss:.4f} {self.seconds_s:.0f} s"
                     f" ({pace:.2f} s/step)\n"
                 )
                 self.save()

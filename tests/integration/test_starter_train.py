@@ -109,7 +109,7 @@ def fit(path: Path, steps: int, stop_at: int | None = None) -> dict[str, torch.T
         x = torch.randn(8, 4, generator=generator)
         return ((layer(x) - x.flip(1)) ** 2).mean()
 
-    trainer = Trainer("layer", layer, StageRecipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
+    trainer = Trainer(layer, StageRecipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
     trainer.run(loss)
     return layer.state_dict()
 
