@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import time
 from dataclasses import replace
@@ -22,7 +20,7 @@ from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig
 from plait_serving.diffusion.knobs import EngineKnobs
 from support.engine import LocalImages
-from support.http_app import AsgiCall, make_app, pixels
+from support.http_app import AsgiCall, b64, make_app, pixels, png, saved
 from support.waiting import until
 
 torch.set_num_threads(1)
@@ -147,14 +145,15 @@ async def test_an_edit_starts_from_its_image_and_is_counted(rig):
     """The arithmetic denoiser adds 1 per step: the image, its noise (the seed) and the steps that run; outside the
     mask the image; usage counts the steps that ran."""
     made = rig()
-    encoded = base64_png(np.full((16, 16, 3), 40, np.uint8))
+    encoded = b64(png(colour=(40, 40, 40)))
     status, body = await made.answer(image=encoded, seed=3, num_inference_steps=10, strength=0.5, size="16x16")
     assert status == 200, body
     assert set(pixels(body["data"][0]["b64_json"]).reshape(-1)) == {40 + 3 + 5}
     mask = np.zeros((16, 16), np.uint8)
     mask[:, :8] = 255
+    masked = b64(saved(Image.fromarray(mask)))
     status, body = await made.answer(
-        image=encoded, mask=base64_png(mask), seed=3, num_inference_steps=10, strength=0.5, size="16x16"
+        image=encoded, mask=masked, seed=3, num_inference_steps=10, strength=0.5, size="16x16"
     )
     assert status == 200, body
     found = pixels(body["data"][0]["b64_json"])
@@ -191,7 +190,7 @@ async def test_an_image_is_encoded_between_steps_of_others(rig):
     made.denoiser.encode, made.denoiser.predict = slow, step
     running = made.call(num_inference_steps=400, size="16x16", seed=1)
     await until(lambda: "step" in order)
-    encoded = base64_png(np.full((16, 16, 3), 40, np.uint8))
+    encoded = b64(png(colour=(40, 40, 40)))
     answers = await asyncio.gather(
         *(made.answer(image=encoded, seed=i, num_inference_steps=4, size="16x16") for i in range(4))
     )
@@ -199,13 +198,6 @@ async def test_an_image_is_encoded_between_steps_of_others(rig):
     first, last = order.index("encode"), len(order) - order[::-1].index("encode")
     assert "encodeencode" not in "".join(order[first:last])
     running.disconnect()
-
-
-def base64_png(array: np.ndarray) -> str:
-    """An array as base64 of a PNG."""
-    out = io.BytesIO()
-    Image.fromarray(array).save(out, "PNG")
-    return base64.b64encode(out.getvalue()).decode()
 
 
 @pytest.mark.parametrize("fields", [{}, {"sigmas": "karras"}])
