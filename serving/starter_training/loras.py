@@ -58,7 +58,7 @@ class LowRank(nn.Module):
         return up[:, :, None, None], down.view(-1, *self.shape[1:])
 
 
-def _fit(module: nn.Module, part: str, name: str, loss: Loss, recipe: StageRecipe, checkpoint: Path) -> Fitted:
+def _fit(module: nn.Module, part: str, name: str, loss: Loss, *, recipe: StageRecipe, checkpoint: Path) -> Fitted:
     """Train low-rank changes of a part, which keeps them; return them in PEFT's names."""
     generator = torch.Generator().manual_seed(SEED + 4)
     changes: dict[str, tuple[nn.Module, LowRank]] = {}
@@ -86,9 +86,9 @@ def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[
     own = replace(studio, encoder=copy.deepcopy(studio.encoder), unet=copy.deepcopy(studio.unet))
     text, image = plan[f"{name}_text"], plan[name]
     spelling = spelling_loss(own.encoder, own.head, own.ids, latents, text.batch)
-    words, first = _fit(own.encoder, "text_encoder", name, spelling, text, work / f"{name}_text.pt")
+    words, first = _fit(own.encoder, "text_encoder", name, spelling, recipe=text, checkpoint=work / f"{name}_text.pt")
     drawing = diffusion_loss(predicted(own), draw_images(own, latents, image.batch))
-    strokes, second = _fit(own.unet, "unet", name, drawing, image, work / f"{name}.pt")
+    strokes, second = _fit(own.unet, "unet", name, drawing, recipe=image, checkpoint=work / f"{name}.pt")
     return words | strokes, {f"{name}_text": first, name: second}
 
 
