@@ -107,14 +107,13 @@ def merge(
     html: Annotated[Path | None, Option(help="write the report as one page that opens offline")] = None,
 ) -> None:
     """Report the run that several hosts made together, as if one had sent every request."""
-    from plait_loadtest.merging import merged
-    from plait_loadtest.report import parts
+    from plait_loadtest import parts
     from plait_loadtest.report.outputs import Outputs
 
     with _errors_as_messages():
         outputs = Outputs(json=json, raw=raw, html=html)
         outputs.check()
-        whole = merged([parts.read(path) for path in files], thresholds=threshold or ())
+        whole = parts.merged([parts.read(path) for path in files], thresholds=threshold or ())
         code = _exit_code(whole, _written(outputs, whole))
     raise typer.Exit(code)
 

@@ -23,11 +23,8 @@ tools/dist_quantile.txt at commit b66003e: twenty quantiles, each equally likely
 
 
 def cumulative(weights: Sequence[float] | Floats) -> Floats:
-    """Return the cumulative shares of `weights`. Raises ValueError if one is negative or none is positive."""
-    shares = np.asarray(weights, dtype=np.float64)
-    if shares.size == 0 or (shares < 0).any() or not shares.sum() > 0:
-        raise ValueError("weights must not be negative, and one must be positive")
-    sums = np.cumsum(shares)
+    """Return the cumulative shares of `weights`, of which none is negative and one is positive."""
+    sums = np.cumsum(weights, dtype=np.float64)
     sums /= sums[-1]
     return sums
 

@@ -109,10 +109,6 @@ class RunSummary:
     lag_limit_ms: float
     reasons: tuple[Reason, ...]
     seconds: float
-    wall_s: float
-    cpu_s: float
-    interrupted: bool
-    reconnects: int
     images_per_s: float | None
 
     @property
@@ -142,10 +138,6 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
         lag_limit_ms=limit_ms,
         reasons=_reasons(result, total, lag_ms=lag.p99, echo_ms=echo_ms.p99, limit_ms=limit_ms),
         seconds=run.window.seconds,
-        wall_s=result.wall_s,
-        cpu_s=result.cpu_s,
-        interrupted=result.interrupted,
-        reconnects=result.reconnects,
         images_per_s=_images_per_s(run) if scenario.target.api == "images" else None,
     )
 

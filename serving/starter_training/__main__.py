@@ -15,9 +15,8 @@ from starter_training.base import build_studio, train_base, train_text
 from starter_training.controlnets import train_controlnet
 from starter_training.data import DEFAULT_COUNT, NpmUnavailableError, TrainingImages, load_images
 from starter_training.export import export_base, export_controlnet, export_lora, export_rest, training_notes
-from starter_training.loop import StageOutcome
+from starter_training.loop import FULL, STAGES, Plan, StageOutcome, override, smoke_plan
 from starter_training.loras import train_lora
-from starter_training.plan import FULL, STAGES, Plan, override, smoke_plan
 from starter_training.text import build_tokenizer
 from starter_training.vae import train_decoder, train_vae
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from starter_training.data import TrainingImages
-from starter_training.loop import SEED, Loss, StageOutcome, Trainer
-from starter_training.plan import StageRecipe
+from starter_training.loop import SEED, Loss, StageOutcome, StageRecipe, Trainer
 from starter_training.text import WIDTH, build_head, build_text_encoder, embed, spelling_loss, tokenize
 from starter_training.vae import scaled_latents
 
@@ -158,10 +157,10 @@ def train_text(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOu
     """Train (or resume training) the text encoder of `studio` and its head in place, then freeze them."""
     both = nn.ModuleDict({"encoder": studio.encoder, "head": studio.head})
     loss = spelling_loss(studio.encoder, studio.head, studio.ids, studio.latents, recipe.batch)
-    return Trainer("text", both, recipe, checkpoint).run(loss)
+    return Trainer(both, recipe, checkpoint).run(loss)
 
 
 def train_base(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
     """Train (or resume training) the denoiser of `studio` in place, then freeze it. The text encoder is frozen."""
     draw = draw_images(studio, studio.latents, recipe.batch)
-    return Trainer("base", studio.unet, recipe, checkpoint).run(diffusion_loss(predicted(studio), draw))
+    return Trainer(studio.unet, recipe, checkpoint).run(diffusion_loss(predicted(studio), draw))

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from plait_serving.starter.preprocess import PREPROCESSORS
 from starter_training.base import Draw, Studio, TrainingBatch, diffusion_loss
-from starter_training.loop import SEED, StageOutcome, Trainer
-from starter_training.plan import StageRecipe
+from starter_training.loop import SEED, StageOutcome, StageRecipe, Trainer
 from starter_training.vae import scaled_latents
 
 WRONG_PROMPT = 0.5
@@ -64,5 +63,5 @@ def train_controlnet(
         made = studio.unet(noisy, t, prompts, down_block_additional_residuals=down, mid_block_additional_residual=mid)
         return torch.as_tensor(made.sample)
 
-    trainer = Trainer(name, net, recipe, checkpoint)
-    return net, trainer.run(diffusion_loss(predict, _draw_controls(studio, name, recipe.batch)))
+    loss = diffusion_loss(predict, _draw_controls(studio, name, recipe.batch))
+    return net, Trainer(net, recipe, checkpoint).run(loss)

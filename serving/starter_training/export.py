@@ -18,9 +18,8 @@ from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
 from starter_training.base import Studio, build_scheduler
 from starter_training.data import TrainingImages
-from starter_training.loop import SEED, StageOutcome
+from starter_training.loop import SEED, Plan, StageOutcome
 from starter_training.loras import to_kohya
-from starter_training.plan import Plan
 
 NAME = "emoji"
 KOHYA = ("sketch",)

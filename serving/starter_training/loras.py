@@ -8,7 +8,6 @@ than a second branch. Rank and alpha are equal, so the stored factors need no sc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from starter_training.base import Studio, diffusion_loss, draw_images, predicted
-from starter_training.loop import SEED, Loss, StageOutcome, Trainer
-from starter_training.plan import Plan
+from starter_training.loop import SEED, Loss, Plan, StageOutcome, StageRecipe, Trainer
 from starter_training.text import spelling_loss
 from starter_training.vae import scaled_latents, styles
 
@@ -60,7 +58,7 @@ class LowRank(nn.Module):
         return up[:, :, None, None], down.view(-1, *self.shape[1:])
 
 
-def _fit(module: nn.Module, part: str, name: str, loss: Loss, trainer: Callable[[nn.ModuleDict], Trainer]) -> Fitted:
+def _fit(module: nn.Module, part: str, name: str, loss: Loss, *, recipe: StageRecipe, checkpoint: Path) -> Fitted:
     """Train low-rank changes of a part, which keeps them; return them in PEFT's names."""
     generator = torch.Generator().manual_seed(SEED + 4)
     changes: dict[str, tuple[nn.Module, LowRank]] = {}
@@ -71,7 +69,7 @@ def _fit(module: nn.Module, part: str, name: str, loss: Loss, trainer: Callable[
         parametrize.register_parametrization(layer, "weight", changes[each][1])
     # Names with dots are not allowed in a ModuleDict.
     added = nn.ModuleDict({each.replace(".", "/"): change for each, (_, change) in changes.items()})
-    outcome = trainer(added).run(loss)
+    outcome = Trainer(added, recipe, checkpoint).run(loss)
     tensors: dict[str, Tensor] = {}
     for each, (layer, change) in changes.items():
         parametrize.remove_parametrizations(layer, "weight")
@@ -88,14 +86,9 @@ def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[
     own = replace(studio, encoder=copy.deepcopy(studio.encoder), unet=copy.deepcopy(studio.unet))
     text, image = plan[f"{name}_text"], plan[name]
     spelling = spelling_loss(own.encoder, own.head, own.ids, latents, text.batch)
-    words, first = _fit(
-        own.encoder, "text_encoder", name, spelling,
-        lambda added: Trainer(f"{name}_text", added, text, work / f"{name}_text.pt"),
-    )  # fmt: skip
+    words, first = _fit(own.encoder, "text_encoder", name, spelling, recipe=text, checkpoint=work / f"{name}_text.pt")
     drawing = diffusion_loss(predicted(own), draw_images(own, latents, image.batch))
-    strokes, second = _fit(
-        own.unet, "unet", name, drawing, lambda added: Trainer(name, added, image, work / f"{name}.pt")
-    )
+    strokes, second = _fit(own.unet, "unet", name, drawing, recipe=image, checkpoint=work / f"{name}.pt")
     return words | strokes, {f"{name}_text": first, name: second}
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from plait_serving.starter.preprocess import pixel, sketch
 from starter_training.data import TrainingImages
-from starter_training.loop import SEED, StageOutcome, Trainer
-from starter_training.plan import StageRecipe
+from starter_training.loop import SEED, StageOutcome, StageRecipe, Trainer
 
 LATENT_WEIGHT = 1e-4
 SLOPE_WEIGHT = 0.5
@@ -85,7 +84,7 @@ def train_vae(images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> 
         y = vae.decode(mean + LATENT_NOISE * torch.randn(mean.shape, generator=generator)).sample
         return _image_loss(y, x) + LATENT_WEIGHT * torch.as_tensor(mean).square().mean()
 
-    outcome = Trainer("vae", vae, recipe, checkpoint).run(loss)
+    outcome = Trainer(vae, recipe, checkpoint).run(loss)
     spread = encode(vae, to_tensor(images.twemoji)).std()
     vae.register_to_config(scaling_factor=float(1 / spread))
     return vae, outcome
@@ -104,7 +103,7 @@ def train_decoder(vae: AutoencoderKL, images: TrainingImages, recipe: StageRecip
         noise = torch.randn(latents[rows].shape, generator=generator)
         return _image_loss(vae.decode(latents[rows] + DECODER_NOISE * noise).sample, everything[rows])
 
-    return Trainer("decoder", vae, recipe, checkpoint).run(loss)
+    return Trainer(vae, recipe, checkpoint).run(loss)
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@ starts the next one."""
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import signal
 from collections.abc import Iterator
@@ -14,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
-from PIL import Image
 
 from plait.server import processes
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request
+from support.http_app import pixels
 from support.server import REAL, PlaitServer, free_port
 from support.tiny import tiny_lora, tiny_sd
 from support.waiting import wait_for
@@ -85,7 +83,7 @@ def client(server) -> openai.OpenAI:
 
 def drawn(client, model: str) -> np.ndarray:
     answer = client.images.generate(model=model, prompt="red apple", extra_body={"seed": 7})
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))).convert("RGB")).astype(int)
+    return pixels(answer.data[0].b64_json).astype(int)
 
 
 def alone(root: Path, model: str) -> np.ndarray:

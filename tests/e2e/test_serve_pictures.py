@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
-import io
 import itertools
 import json
 import os
@@ -19,6 +17,7 @@ import pytest
 from PIL import Image
 
 from plait.server import processes
+from support.http_app import b64, pixels, saved
 from support.server import REAL, PlaitServer, free_port, write_tiny_models
 from support.waiting import wait_for
 
@@ -64,18 +63,10 @@ def client_of(server):
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
 
-def image(encoded):
-    image = Image.open(io.BytesIO(base64.b64decode(encoded)))
-    return np.asarray(image.convert("RGB"))
-
-
 def control_image(seed=0):
     """A map with structure: random blocks."""
     blocks = np.random.default_rng(seed).integers(0, 2, (8, 8, 1), dtype=np.uint8) * 255
-    image = Image.fromarray(np.kron(np.repeat(blocks, 3, axis=2), np.ones((4, 4, 1), dtype=np.uint8)))
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
+    return b64(saved(Image.fromarray(np.kron(np.repeat(blocks, 3, axis=2), np.ones((4, 4, 1), dtype=np.uint8)))))
 
 
 def control(name, **fields):
@@ -85,7 +76,7 @@ def control(name, **fields):
 def made(server, **body):
     status, answer, _ = server.generate(**body)
     assert status == 200, answer
-    return image(answer["data"][0]["b64_json"])
+    return pixels(answer["data"][0]["b64_json"])
 
 
 def difference(a, b):
@@ -98,7 +89,7 @@ def test_serve_openai_client_makes_a_picture(plait_server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     extra = {"seed": 7, "num_inference_steps": 4}
     first, second = (client.images.generate(model="tiny", prompt="red apple", extra_body=extra) for _ in range(2))
-    assert image(first.data[0].b64_json).shape == (SIZE, SIZE, 3)
+    assert pixels(first.data[0].b64_json).shape == (SIZE, SIZE, 3)
     assert first.data[0].b64_json == second.data[0].b64_json
     with pytest.raises(openai.NotFoundError) as caught:
         client.images.generate(model="sdxl", prompt="x")
@@ -141,7 +132,7 @@ def test_serve_answers_mixed_requests_at_once(plait_server):
     for body, (status, answer, _) in zip(bodies, answers, strict=True):
         assert status == 200, (body, answer)
         assert [entry["seed"] for entry in answer["data"]] == [3 + i for i in range(body.get("n", 1))]
-        images.append(image(answer["data"][0]["b64_json"]))
+        images.append(pixels(answer["data"][0]["b64_json"]))
     for (i, a), (j, b) in itertools.combinations(enumerate(images), 2):
         assert difference(a, b) > 0.5, (bodies[i], bodies[j])
     for body, ours in zip(bodies, images, strict=True):
@@ -155,7 +146,7 @@ def test_serve_streams_partial_images(plait_server):
     events = list(client.images.generate(model="tiny", prompt="cat", stream=True, partial_images=2, extra_body=extra))
     assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
     assert [event.partial_image_index for event in events[:2]] == [0, 1]
-    assert difference(image(events[-1].b64_json), made(plait_server, prompt="cat", **extra)) <= 1
+    assert difference(pixels(events[-1].b64_json), made(plait_server, prompt="cat", **extra)) <= 1
 
 
 def test_serve_disconnect_cancels_the_engines_work(plait_server):
@@ -201,5 +192,5 @@ def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
     thread.join(120)
     status, answer, _ = answers[0]
     assert status == 200, answer
-    assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
+    assert difference(pixels(answer["data"][0]["b64_json"]), expected) < 1.0
     wait_for(lambda: plait_server.get("/health")[0] == 200)

@@ -177,10 +177,6 @@ def late(seconds: float) -> Behaviour:
     return behave
 
 
-def _status(code: int) -> Behaviour:
-    return says(f"HTTP/1.1 {code} Whatever\r\ncontent-length: 0\r\n\r\n".encode(), goes_on=True)
-
-
 BEHAVIOURS: dict[str, Behaviour] = {
     "ok": says(OK, goes_on=True),
     "slow": late(0.05),
@@ -189,9 +185,6 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "leaves": leaves(OK),
     "http2": says(b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\x64"),
     "dead": hangs(b""),
-    "reset": reset,
-    "bad-length": says(b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\nok"),
-    "two-lengths": says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok"),
     "bad-chunk": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nok\r\n"),
     "long-head": says(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000),
     "truncated": says(HALF),
@@ -214,8 +207,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "head": says(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", goes_on=True),
     "babbles": says(OK + b"and more", goes_on=True),
     "byte-by-byte": says(*(bytes([byte]) for byte in OK), goes_on=True, pause_s=0.001),
-    "404": _status(404),
-    "503": _status(503),
+    "503": says(b"HTTP/1.1 503 Whatever\r\ncontent-length: 0\r\n\r\n", goes_on=True),
 }
 
 

@@ -18,8 +18,7 @@ from plait_serving.starter.references import load_references
 from starter_training import __main__ as command
 from starter_training.__main__ import train_all
 from starter_training.data import NpmUnavailableError, TrainingImages, load_images
-from starter_training.loop import Trainer
-from starter_training.plan import FULL, STAGES, StageRecipe, override, smoke_plan
+from starter_training.loop import FULL, STAGES, StageRecipe, Trainer, override, smoke_plan
 from starter_training.text import LENGTH, build_tokenizer
 from starter_training.vae import scaled_latents
 
@@ -110,7 +109,7 @@ def fit(path: Path, steps: int, stop_at: int | None = None) -> dict[str, torch.T
         x = torch.randn(8, 4, generator=generator)
         return ((layer(x) - x.flip(1)) ** 2).mean()
 
-    trainer = Trainer("layer", layer, StageRecipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
+    trainer = Trainer(layer, StageRecipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
     trainer.run(loss)
     return layer.state_dict()
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait_loadtest import parts
 from plait_loadtest.errors import ReportError, ScenarioError
-from plait_loadtest.merging import merged
+from plait_loadtest.parts import merged
 from plait_loadtest.plan import shares
-from plait_loadtest.report import parts
-from plait_loadtest.report.document import document
+from plait_loadtest.report.document import report
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, ImageClass, Slo
 from plait_loadtest.session import finished
 from plait_loadtest.thresholds import parse_all
@@ -67,7 +67,7 @@ def session(records, part, *, interrupted=False):
 
 def told(run):
     """Everything that is reported but the host, whose load changes meanwhile."""
-    found = document(run.summary, run.scenario, run.verdicts, started_unix_s=run.result.started_unix_s)
+    found = report(run)
     del found["host"]
     return found
 

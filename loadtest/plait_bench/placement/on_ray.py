@@ -8,15 +8,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait_bench.benchmark import Reading, Say, Workload, readings
 from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
 from plait_deploy.on_ray.gauges import occupied
-from plait_deploy.on_ray.nodes import LABEL, NODE, living_nodes, node_number, ray_nodes, split_name
+from plait_deploy.on_ray.nodes import LABEL, NODE, living_nodes, node_number, ray_nodes, split_name, whereabouts
 from plait_deploy.on_ray.policy import placed_deployments, policy_options
 from plait_deploy.placement.plan import use_of
 from plait_deploy.placement.values import WHOLE, Demand, task_of
+
+if TYPE_CHECKING:
+    from ray import serve
 
 PLAIT, PACK = "plait", "ray-pack"
 SYSTEMS = (PLAIT, "ray-spread", PACK)
@@ -213,7 +216,7 @@ def _application(system: str, demands: tuple[Demand, ...], classes: tuple[str, .
     return {
         "name": _APP,
         "route_prefix": None,
-        "import_path": "plait_bench.placement.tiny:build",
+        "import_path": f"{__name__}:build",
         "args": {"deployments": list(options)},
         "deployments": [{"name": name, **said} for name, said in options.items()],
         **more,
@@ -223,3 +226,34 @@ def _application(system: str, demands: tuple[Demand, ...], classes: tuple[str, .
 def _plain(demand: Demand) -> dict[str, Any]:
     needs = {"num_cpus": demand.task.cpu_milli / WHOLE, "num_gpus": demand.task.total_milli / WHOLE}
     return {"num_replicas": demand.replicas, "ray_actor_options": needs}
+
+
+class Tiny:
+    """A replica that does nothing but hold its resources and say where it is."""
+
+    async def whereabouts(self) -> dict[str, float]:
+        """Return where it is."""
+        return whereabouts()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return where it is; Serve calls this for the policy."""
+        return whereabouts()
+
+
+class Root:
+    """The application's entry; nobody calls it."""
+
+    def __init__(self, *handles: Any) -> None:
+        self._handles = handles
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """Build the application with the deployments that `args` names."""
+    from ray import serve
+
+    tiny = [
+        serve.deployment(Tiny).options(name=name, health_check_period_s=2.0, graceful_shutdown_timeout_s=1.0).bind()
+        for name in args["deployments"]
+    ]
+    root = serve.deployment(Root).options(name="root", ray_actor_options={"num_cpus": 0})
+    return root.bind(*tiny)

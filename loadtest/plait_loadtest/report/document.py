@@ -7,16 +7,21 @@ nothing else. `failures`: the commonest reasons of each of the `errors`.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait_loadtest import host
 from plait_loadtest.histogram import encoded
-from plait_loadtest.measure import ClassSummary, Percentiles, RunSummary
+from plait_loadtest.measure import ClassSummary, Percentiles
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.thresholds import Verdict
+
+if TYPE_CHECKING:
+    from plait_loadtest.capacity import Capacity
+    from plait_loadtest.session import FinishedRun
 
 FORMAT = "plait-loadtest/1"
 _DIGITS = 5  # significant: one more than three, so that rounding stays far below the histogram's 0.05 %
@@ -27,36 +32,40 @@ _NUMBERS = (
 _LATENCIES = ("latency_ms", "latency_all_ms", "first_byte_ms", "first_part_ms", "service_ms", "server_ms")
 
 
-def document(
-    summary: RunSummary, scenario: Scenario, verdicts: Iterable[Verdict] = (), *, started_unix_s: float
-) -> dict[str, Any]:
-    """Return the whole document, ready for `json.dumps`."""
+def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, Any]:
+    """Return the document of a session, and of the search that it confirmed, ready for `json.dumps`."""
+    result, summary, scenario = session.result, session.summary, session.scenario
     total = summary.total
-    return {
+    found: dict[str, Any] = {
         "format": FORMAT,
         "tool": {"name": "plait loadtest", "version": host.tool_version(), "commit": host.commit()},
-        "started": host.utc(started_unix_s),
+        "started": host.utc(result.started_unix_s),
         "host": host.facts(),
         "scenario": shown(scenario),
         "seed": scenario.seed,
         "valid": summary.valid,
         "reasons": [{"code": reason.code, "text": reason.text} for reason in summary.reasons],
-        "interrupted": summary.interrupted,
+        "interrupted": result.interrupted,
         "measured_s": rounded(summary.seconds),
-        "wall_s": rounded(summary.wall_s),
-        "cpu_s": rounded(summary.cpu_s),
+        "wall_s": rounded(result.wall_s),
+        "cpu_s": rounded(result.cpu_s),
         **_class(total),
         "images_per_s": rounded(summary.images_per_s),
         "send_lag_ms": percentiles(summary.send_lag_ms) | {"limit": rounded(summary.lag_limit_ms)},
         "echo_ms": percentiles(summary.echo_ms) | {"limit": rounded(summary.lag_limit_ms)},
-        "thresholds": [_verdict(verdict) for verdict in verdicts],
+        "thresholds": [_verdict(verdict) for verdict in session.verdicts],
         "classes": {each.name: _class(each) for each in summary.classes},
         "histograms": {
             "unit": "ns",
             "total": _histograms(total),
             "classes": {each.name: _histograms(each) for each in summary.classes},
         },
+        "reconnects": result.reconnects,
+        "part": str(session.part),
     }
+    if capacity is not None:
+        found["capacity"] = json.loads(json.dumps(asdict(capacity)), parse_float=lambda text: rounded(float(text)))
+    return found
 
 
 def shown(scenario: Scenario) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def page(session: FinishedRun, report: Mapping[str, Any]) -> str:
         _classes(summary),
         _thresholds(report["thresholds"]),
         _capacity(report.get("capacity")),
-        _generator(summary),
+        _generator(summary, session.result.reconnects),
         _scenario(report),
     ]
     return html_page(f"{name}: {_verdict(summary)[1]}", body)
@@ -233,7 +233,7 @@ def _capacity(found: Mapping[str, Any] | None) -> str:
     return section("Capacity", found["statement"], table(columns, rows))
 
 
-def _generator(summary: RunSummary) -> str:
+def _generator(summary: RunSummary, reconnects: int) -> str:
     limit = f"limit {number(summary.lag_limit_ms)} ms at p99"
     rows = [
         _spread("send lag", summary.send_lag_ms, f"how late requests left; {limit}"),
@@ -248,8 +248,8 @@ def _generator(summary: RunSummary) -> str:
     ]
     columns = ("", "p50 ms", "p99 ms", "max ms", "")
     note = "Whether the generator kept its schedule, and where the time went."
-    if summary.reconnects:
-        note += f" {summary.reconnects:,} requests left on a new connection, as the server had closed the kept one."
+    if reconnects:
+        note += f" {reconnects:,} requests left on a new connection, as the server had closed the kept one."
     return section("Behind the numbers", note, table(columns, [row for row in rows if row]))
 
 

@@ -8,15 +8,15 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plait_loadtest import parts
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.report import parts
-from plait_loadtest.report.document import document, rounded
+from plait_loadtest.report.document import report
 from plait_loadtest.values import RECORD, Records, RequestOutcome
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _table(session: FinishedRun, capacity: Capacity | None) -> str:
     with console.capture() as captured:
         if capacity is not None:
             print_capacity(capacity, console)
-        print_table(session.summary, session.verdicts, console)
+        print_table(session, console)
     return captured.get()
 
 
@@ -120,16 +120,6 @@ def _to_stdout(text: str) -> None:
     except OSError:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - else Python fails again at its end
         raise
-
-
-def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, Any]:
-    """Return the JSON document of a session, and of the search that it confirmed."""
-    found = document(session.summary, session.scenario, session.verdicts, started_unix_s=session.result.started_unix_s)
-    found["reconnects"] = session.result.reconnects
-    found["part"] = str(session.part)
-    if capacity is not None:
-        found["capacity"] = json.loads(json.dumps(asdict(capacity)), parse_float=lambda text: rounded(float(text)))
-    return found
 
 
 def write_rows(path: Path, session: FinishedRun) -> None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from plait_loadtest.measure import ClassSummary, Percentiles, RunSummary
-from plait_loadtest.thresholds import Verdict
 from plait_report.page import number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from plait_loadtest.capacity import Capacity
+    from plait_loadtest.session import FinishedRun
 
 
-def print_table(summary: RunSummary, verdicts: Iterable[Verdict], console: Console) -> None:
+def print_table(session: FinishedRun, console: Console) -> None:
     """Print the report for people to `console`."""
     from rich.table import Table
     from rich.text import Text
 
+    summary = session.summary
     console.print(Text(headline(summary), style="bold"))
     columns = (*(summary.classes if len(summary.classes) > 1 else ()), summary.total)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
@@ -29,7 +29,7 @@ def print_table(summary: RunSummary, verdicts: Iterable[Verdict], console: Conso
     for name, *cells in zip(_ROWS, *map(_cells, columns), strict=True):
         table.add_row(name, *cells)
     console.print(table)
-    for line in notes(summary, verdicts):
+    for line in notes(session):
         console.print(Text(line))
 
 
@@ -42,14 +42,15 @@ def headline(summary: RunSummary) -> str:
     return {True: "SLO met", False: "SLO MISSED", None: unjudged}[summary.total.slo_met]
 
 
-def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
+def notes(session: FinishedRun) -> list[str]:
     """Return the lines below the table: errors by class and why, lag, control request, thresholds."""
-    lines, total = [], summary.total
+    lines, summary = [], session.summary
+    total, reconnects = summary.total, session.result.reconnects
     if total.errors:
         lines.append("not answered as hoped: " + ", ".join(f"{n} {name}" for name, n in total.errors.items()))
         lines += [f"  {name}: {one.count} x {one.why}" for name, each in total.failures.items() for one in each]
-    if summary.reconnects:
-        lines.append(f"sent on a new connection, as the server had closed the kept one: {summary.reconnects}")
+    if reconnects:
+        lines.append(f"sent on a new connection, as the server had closed the kept one: {reconnects}")
     if total.latency_all_ms.n > total.latency_ms.n:
         lines.append(f"latency ms with that of failures {_spread(total.latency_all_ms)}")
     if summary.images_per_s is not None:
@@ -59,7 +60,7 @@ def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
         lines.append(f"control request ms {_spread(summary.echo_ms)}")
     if summary.total.server_ms.n:
         lines.append(f"by the server's own clock ms {_spread(summary.total.server_ms)}")
-    for verdict in verdicts:
+    for verdict in session.verdicts:
         value = "nothing" if verdict.value is None else number(verdict.value)
         why = f": {verdict.why}" if verdict.why else ""
         said = {True: "held", False: "MISSED", None: "no verdict"}[verdict.held]

@@ -25,9 +25,8 @@ from plait_loadtest.errors import LoadtestError
 from plait_loadtest.failures import MEMORY, FailureLog
 from plait_loadtest.plan import Share
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
+from plait_loadtest.run.pace import BUDGET_BYTES, ClosedLoop, OpenLoop, RequestFeed, first_connections
 from plait_loadtest.run.processes import ignore_ending
-from plait_loadtest.run.requests import BUDGET_BYTES, RequestFeed
 from plait_loadtest.values import Records, RequestCounts, RequestOutcome
 from plait_loadtest.wire.answers import judge_of
 from plait_loadtest.wire.dial import Dialler, RequestWriter, place_of

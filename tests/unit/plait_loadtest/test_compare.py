@@ -10,7 +10,7 @@ import pytest
 from plait_loadtest import compare as comparing
 from plait_loadtest.compare import as_document, as_text, compare
 from plait_loadtest.errors import ReportError
-from plait_loadtest.report.outputs import report
+from plait_loadtest.report.document import report
 from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import queue, records, scenario, session
 

@@ -64,13 +64,6 @@ def test_columns_of_ranks_keep_to_their_own_table():
     assert ranks.max(axis=0)[2] > 1_000_000  # P(not) < 1e-80: a rank beyond 10^6 has a share above 0.03
 
 
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5]])
-def test_weights_that_are_no_law_are_refused(weights):
-    """Nothing to choose from, or a negative weight."""
-    with pytest.raises(ValueError, match="weights"):
-        cumulative(weights)
-
-
 def test_distinct_picks_are_drawn_by_weight_from_those_left():
     """Every ordered triple of four items has the probability of drawing without putting back."""
     weights = np.array([0.5, 0.3, 0.15, 0.05])

@@ -143,6 +143,7 @@ RAW = {"target": {"api": "raw"}}
         ({"mix": [{"api": "raw"}]}, {}, "^mix.0.api: is raw, but target.api is images$"),
         ({}, {"mix.0.steps": {0: 1}}, "^mix.0.steps.0: must be greater than or equal to 1, not"),
         ({}, {"mix.0.steps": {4: 0}}, "^mix.0.steps: has no weight above 0$"),
+        ({}, {"mix.0.steps": {4: -1}}, "^mix.0.steps.4: must be greater than or equal to 0"),
         ({}, {"mix.0.steps": {1: 1e308, 2: 1e308}}, "^mix.0.steps: has weights whose sum is too large"),
         ({}, {"mix.0.size": "big"}, "^mix.0.size: 'big' is not WIDTHxHEIGHT$"),
         ({}, {"mix.0.prompts": []}, "^mix.0.prompts: is empty$"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import subprocess
 import threading
@@ -20,12 +18,7 @@ from plait.errors import ServeError
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 from support import loadtest_records
 from support.app_server import AppServer
-
-
-def png(colour):
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), colour).save(buffer, "PNG")
-    return buffer.getvalue()
+from support.http_app import b64, pixels, png
 
 
 class Asked:
@@ -46,7 +39,7 @@ class Asked:
         self.at_once -= 1
         colour = (len(self.bodies) * 20, 10, 10)
         timings = {"queue": 0.0, "denoise": 0.5, "total": 0.5}
-        return {"data": [{"b64_json": base64.b64encode(png(colour)).decode()}], "timings": timings}
+        return {"data": [{"b64_json": b64(png(colour=colour))}], "timings": timings}
 
 
 def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
@@ -56,15 +49,14 @@ def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
     images = demo.make_scenes(ask, tmp_path, say=said.append)
     for body in ask.bodies:
         (EditBody if "image" in body else GenerationBody).model_validate_json(json.dumps(body))
-    guide = base64.b64encode((tmp_path / "guide.png").read_bytes()).decode()
+    guide = b64((tmp_path / "guide.png").read_bytes())
     controlled = [body for body in ask.bodies if "controlnets" in body]
     assert controlled
     assert all(body["controlnets"][0]["image"] == guide for body in controlled)
     edits = [body for body in ask.bodies if "image" in body]
     assert {edit["image"] for edit in edits} == {guide}
     (masked,) = [edit["mask"] for edit in edits if "mask" in edit]
-    mask = Image.open(io.BytesIO(base64.b64decode(masked)))
-    assert [mask.getpixel((0, y)) for y in (0, 11, 12, 15)] == [255, 255, 0, 0]  # of 16 lines
+    assert pixels(masked)[[0, 11, 12, 15], 0, 0].tolist() == [255, 255, 0, 0]  # of 16 lines
     assert len(images) == len(demo.ALONE) + len(demo.TOGETHER)
     assert all(image.path.is_file() for image in images)
     assert all(any(str(image.path) in line for line in said) for image in images)

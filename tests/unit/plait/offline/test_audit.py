@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from plait.cli.main import main
 from plait_kernels.executors import Computation, InputSpec
 from plait_kernels.executors.audit import Auditor, AuditPlan
 from plait_kernels.executors.torch_program import TorchProgram
+from support.http_app import pixels
 
 
 class Painter(torch.nn.Module):
@@ -62,7 +60,7 @@ def test_the_page_shows_both_answers_and_where_they_differ(folder, tmp_path, cap
     assert main(["audit", "show", "--folder", str(folder), "--out", str(tmp_path / "audit.html")]) == 1
     text = (tmp_path / "audit.html").read_text()
     encoded = re.findall(r"data:image/png;base64,([^\"]+)", text)
-    images = [np.asarray(Image.open(io.BytesIO(base64.b64decode(each)))) for each in encoded]
+    images = [pixels(each) for each in encoded]
     assert [image.shape for image in images] == [(4, 5, 3)] * 3
     assert np.argwhere(images[2].any(axis=2)).tolist() == [[1, 2]]
     assert (images[0] != images[1]).any(axis=2).sum() == 1

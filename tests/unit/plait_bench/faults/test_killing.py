@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from plait_bench.faults.killing import Fault, problems, slope_of
 from plait_bench.faults.requests import DOCUMENTED, Ask, End, Reply, Tally, answer_of, image_ask, mixed, verdict_of
 from plait_bench.faults.server import HELD, grown
+from support.http_app import b64, png
 
 JSON = {"content-type": "application/json", "retry-after": "5"}
 RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
@@ -29,16 +27,14 @@ def reply(body, status=200, headers=JSON, **more):
     return Reply(began_s=10.0, ended_s=11.0, status=status, headers=headers, body=encoded, **more)
 
 
-def b64(level):
+def grey(level):
     """A grey image."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
+    return b64(png(8, 8, (level,) * 3))
 
 
 def image(level):
     """A response with one."""
-    return {"data": [{"b64_json": b64(level)}]}
+    return {"data": [{"b64_json": grey(level)}]}
 
 
 def ranking(*items):
@@ -121,8 +117,8 @@ def test_streams_end_with_an_image_or_an_error():
     def events(*data):
         return reply("".join(f"data: {json.dumps(each)}\n\n" for each in data).encode())
 
-    partial = {"type": "image_generation.partial_image", "b64_json": b64(1)}
-    done = {"type": "image_generation.completed", "b64_json": b64(100)}
+    partial = {"type": "image_generation.partial_image", "b64_json": grey(1)}
+    done = {"type": "image_generation.completed", "b64_json": grey(100)}
     expected = answer_of(STREAM, events(done).body)
     assert verdict_of(STREAM, events(partial, done), expected, in_our_stead=False).end is End.RIGHT
     assert end(STREAM, events(partial, error("engine_stopped"))) is End.DOCUMENTED

@@ -18,10 +18,10 @@ from rich.console import Console
 from plait_loadtest import histogram
 from plait_loadtest.capacity import CapacitySearch, ClassCount, ClassTarget, Observed, find_capacity
 from plait_loadtest.cli import live_line, progress_line
-from plait_loadtest.report.document import shown
+from plait_loadtest.report.document import report, shown
 from plait_loadtest.report.html import page
 from plait_loadtest.report.locustfile import locustfile
-from plait_loadtest.report.outputs import Outputs, report, write_rows
+from plait_loadtest.report.outputs import Outputs, write_rows
 from plait_loadtest.report.table import notes, print_table
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
@@ -84,7 +84,7 @@ def test_every_report_can_be_written_whatever_happened(name):
     assert "<script" not in html
     assert set(re.findall(r"https?://[^\s<\"]+", html)) == {done.scenario.target.url}
     text = io.StringIO()
-    print_table(done.summary, done.verdicts, Console(file=text, width=80))
+    print_table(done, Console(file=text, width=80))
     first = text.getvalue().splitlines()[0]
     assert first.startswith(("SLO met", "SLO MISSED", "INVALID RUN", "valid run", "too few"))
     assert "p99.9 ms" in text.getvalue()
@@ -174,7 +174,7 @@ def test_why_requests_failed_is_told_everywhere():
     html = page(done, report(done))
     assert "<b>full" not in html
     assert re.search(r"http 5xx</th><td>18</td><td[^>]*>503: &lt;b&gt;full&lt;/b&gt;<", html)
-    lines = notes(done.summary, done.verdicts)
+    lines = notes(done)
     assert "  http_5xx: 18 x 503: <b>full</b>" in lines
     assert "  http_5xx: 2 x 500" in lines
 
@@ -186,7 +186,7 @@ def test_replaced_connections_are_told_everywhere(reconnects):
     done = finished(run, scenario(), ())
     document = report(done)
     assert document["reconnects"] == reconnects
-    html, lines = page(done, document), "\n".join(notes(done.summary, ()))
+    html, lines = page(done, document), "\n".join(notes(done))
     for text, said in ((html, "7 requests left on a new connection"), (lines, "sent on a new connection, as ")):
         assert (said in text) if reconnects else ("new connection" not in text)
 
@@ -196,10 +196,7 @@ def test_a_threshold_without_a_verdict_says_so():
     done = session(records(EVERY_10_MS[:50], 20.0), scenario(thresholds=("p99_ms < 250",)))
     assert report(done)["thresholds"][0]["held"] is None
     assert "no verdict" in page(done, report(done))
-    assert any(
-        "no verdict (20.0: 50 values are too few, 100 are needed)" in line
-        for line in notes(done.summary, done.verdicts)
-    )
+    assert any("no verdict (20.0: 50 values are too few, 100 are needed)" in line for line in notes(done))
 
 
 def test_the_page_escapes_what_it_shows():

@@ -11,8 +11,8 @@ import pytest
 from plait_loadtest.failures import FailureLog
 from plait_loadtest.plan import shares
 from plait_loadtest.run.ledger import Ledger
+from plait_loadtest.run.pace import RequestFeed
 from plait_loadtest.run.processes import fresh_processes
-from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
 from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome
 from plait_loadtest.wire.answers import judge_of

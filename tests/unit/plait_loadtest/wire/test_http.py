@@ -51,6 +51,7 @@ def test_connections_are_kept_as_the_versions_say(status, lines, keep_alive):
         b"HTTP/1.1 200 OK\r\nno colon",
         b"HTTP/1.1 200 OK\r\n: no name",
         b"HTTP/1.1 200 OK\r\ncontent-length: -1",
+        b"HTTP/1.1 200 OK\r\ncontent-length: many",
         b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2",
         b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999999999",
     ],

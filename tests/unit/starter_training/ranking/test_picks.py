@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from plait_disagg.package.read import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, build, item_names
 from plait_serving.starter.words import GENRES
+from starter_training.ranking import __main__ as command
 from starter_training.ranking.clicks import make_catalog
-from starter_training.ranking.train import PicksRecipe, auc, judge, train_picks
+from starter_training.ranking.train import PicksAuc, PicksRecipe, auc, judge, train_picks
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), min_size=2, max_size=30))
@@ -81,3 +83,16 @@ def test_the_shipped_model_comes_near_the_law():
     figures = judge(model, make_catalog(FILMS), PicksRecipe(people_judged=1000, seed=77))
     assert figures.auc - 0.5 > 0.75 * (figures.auc_of_the_law - 0.5)
     assert figures.auc > figures.auc_of_popularity + 0.1
+
+
+def test_picks_are_trained_and_packaged(tmp_path, monkeypatch, capsys):
+    """The command writes the state and then the package that is served; its figures are JSON. The manifest of the
+    shipped files is only written for those."""
+    done = []
+    figures = PicksAuc(**dict.fromkeys(PicksAuc.__dataclass_fields__, 0.5))
+    monkeypatch.setattr(command, "train_picks", lambda folder: done.append(("train", folder)) or figures)
+    monkeypatch.setattr(command, "package_picks", lambda folder: done.append(("package", folder)))
+    monkeypatch.setattr(command, "write_manifest", lambda folder: done.append(("manifest", folder)))
+    assert command.main(["picks", "--out", str(tmp_path)]) == 0
+    assert done == [("train", tmp_path), ("package", tmp_path)]
+    assert set(json.loads(capsys.readouterr().out)) == set(PicksAuc.__dataclass_fields__)

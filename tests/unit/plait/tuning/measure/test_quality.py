@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +19,7 @@ from plait.tuning.measure.quality import NoAnswer, quality_drift
 from plait_loadtest.load import load_scenario
 from plait_loadtest.scenario import Scenario
 from support.app_server import AppServer
+from support.http_app import b64, png
 
 Answer = Callable[[dict[str, Any]], tuple[dict[str, str], bytes]]
 
@@ -96,11 +94,10 @@ def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path,
 
     def answer(body: dict[str, Any]) -> tuple[dict[str, str], bytes]:
         asked.append((body["prompt"], body["seed"]))
-        file = io.BytesIO()
-        Image.new("RGB", (8, 8), (shade if len(asked) % 4 == 2 else 0, 0, 0)).save(file, "PNG")
-        server.files[f"/v1/images/results/{len(asked)}.png"] = file.getvalue()
+        file = png(8, 8, (shade if len(asked) % 4 == 2 else 0, 0, 0))
+        server.files[f"/v1/images/results/{len(asked)}.png"] = file
         address = {"url": f"https://images.example/v1/images/results/{len(asked)}.png"}
-        image = address if kept else {"b64_json": base64.b64encode(file.getvalue()).decode()}
+        image = address if kept else {"b64_json": b64(file)}
         return {}, json.dumps({"data": [image]}).encode()
 
     server.answer = answer
