@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from plait.demo.ranking import PEOPLE
+from plait.demo.run import PEOPLE
 from support.asking import ask
 from support.prometheus import lint
 from support.server import REPOSITORY
