@@ -94,7 +94,7 @@ def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
     from plait.deployments import deployments, document_of
     from plait.errors import PlaitError
     from plait.gpu_shares import placement_line, this_machine, with_gpus
-    from plait.offline.placing import running
+    from plait.offline.deploying import running
     from plait.precision import has_gpu
 
     if config.ray.is_local:

@@ -19,8 +19,7 @@ from plait.config import PlaitConfig, ServerSection
 from plait.deployments import Deployment
 from plait.errors import ServeError
 from plait.gpu_shares import running_cluster
-from plait.server.attach import connect
-from plait.server.environment import own_signals, patient_start, prepare_environment, prepare_proxies
+from plait.server.environment import connect, own_signals, patient_start, prepare_environment, prepare_proxies
 from plait.server.ports import WILDCARDS, url_of
 from plait_deploy.placement.state import ClusterState
 from plait_serving.deployments import ray_internals

@@ -82,7 +82,7 @@ def _of_plait(target: TuningTarget, settings: Mapping[str, Value], form: str) ->
     path = None if target.config is None else Path(target.config)
     config = load_config(path)
     if form == "serve":
-        from plait.offline.manifests import serve_application
+        from plait.offline.deploying import serve_application
         from plait_deploy.serve import render_serve
 
         tuned = apply_knobs(config, settings)

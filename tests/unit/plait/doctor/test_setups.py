@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from plait.cli import main as root
-from plait.doctor import machine, sockets
+from plait.doctor import machine
 from plait_serving.starter.manifest import write_manifest
 
 
@@ -24,7 +24,7 @@ def doctor(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setattr(sockets, "ray_listeners", list)
+    monkeypatch.setattr(machine, "ray_listeners", list)
 
     def run(*arguments):
         code = root.main(["doctor", "--json", "--port", "0", *arguments])

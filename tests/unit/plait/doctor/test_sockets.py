@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from plait.doctor.findings import CheckStatus
-from plait.doctor.sockets import RaySocket, ray_listeners, sockets_findings
+from plait.doctor.machine import RaySocket, ray_listeners, sockets_findings
 from plait.server.processes import RUN_ID_VARIABLE
 
 LISTEN = (
