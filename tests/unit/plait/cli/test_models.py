@@ -137,4 +137,5 @@ def test_a_model_is_checked_and_the_exit_code_tells(tmp_path, capsys):
     assert main(["models", "check", str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith("fail  models    ")
     assert main(["models", "check", "emjoi"]) == 1
-    assert "did you mean emoji?" in capsys.readouterr().err
+    sentence = "emjoi: no model of that name, no folder and no file; did you mean emoji?"
+    assert sentence in capsys.readouterr().err
