@@ -34,16 +34,16 @@ def render(
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
-    from plait.config import load_config, setting
+    from plait.config import load_config
     from plait.errors import PlaitError
     from plait.offline.deploying import kuberay_manifests, placed_application, serve_application
     from plait_deploy.serve import render_serve
 
-    options = [setting("deploy.image", image)] if image is not None else []
-    options += [setting("deploy.allow_tag", True)] if allow_tag else []
+    given = {"deploy.image": image, "deploy.allow_tag": allow_tag or None}
+    options = {key: value for key, value in given.items() if value is not None}
     if target == "serve" and options:
         raise PlaitError("--image and --allow-tag go with --target kuberay: Ray's nodes have plait already")
-    loaded = load_config(config, overrides=[*(settings or []), *options])
+    loaded = load_config(config, overrides=settings or [], settings=options)
     if not loaded.server.port:
         raise PlaitError("server.port: 0 is any free port, and whoever sends requests has to know which; name one")
     if target == "kuberay":
