@@ -15,6 +15,7 @@ from plait.config import PlaitConfig, TuningSection
 from plait.deployments import Deployment, deployments
 from plait.errors import ConfigError, PlaitError, read, told
 from plait.gpu_shares import pods_with_gpus, running_cluster, with_gpus
+from plait.server.environment import RAY_ENVIRONMENT, attached
 from plait_deploy.errors import PlacementError
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes
@@ -43,7 +44,6 @@ class Placed:
 
 def kuberay_manifests(config: PlaitConfig) -> str:
     """Return the YAML of all objects. Raises `ConfigError` for what contradicts itself or fits no pod."""
-    from plait.server.environment import RAY_ENVIRONMENT
     from plait_deploy.errors import DeployError
     from plait_deploy.kuberay.render import render_kuberay
     from plait_serving.deployments.proxy import proxy_environment
@@ -171,8 +171,6 @@ def described(cluster: Path) -> ClusterState:
 
 def running(address: str) -> ClusterState:
     """Return the living nodes of a running Ray, as if they were empty. Raises `PlaitError`."""
-    from plait.server.environment import attached
-
     with attached(address, 0):
         found = running_cluster()
     if found is None:

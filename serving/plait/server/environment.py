@@ -19,6 +19,7 @@ from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server import processes
 from plait.server.ports import free_port
+from plait.server.state import read_record, state_root
 from plait_serving.deployments.ray_internals import head_node, node_services, raylet_module, signal_utils
 
 _NODE_POLL_S, _CONNECT_S = 0.1, 5.0
@@ -178,8 +179,6 @@ def connect(address: str, *, logging_level: int = logging.WARNING) -> None:
 
 def _where(address: str | None, port: int) -> tuple[str, Path | None]:
     """Return the address, and the file with Ray's token if it is the Ray of a `plait serve`."""
-    from plait.server.state import read_record, state_root
-
     if address is not None:
         return address, None
     folder = state_root(os.environ) / f"port-{port}"
