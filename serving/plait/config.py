@@ -10,6 +10,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -233,8 +234,11 @@ class PlaitConfig(ServedConfig):
     deploy: DeploySection = DeploySection()
 
 
-def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> PlaitConfig:
-    """Read and check a configuration; `path` None means the defaults. `overrides`: `a.b=value` in YAML syntax.
+def load_config(
+    path: Path | None = None, *, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> PlaitConfig:
+    """Read and check a configuration; `path` None means the defaults. `overrides`: `a.b=value` in YAML syntax;
+    `settings`: values by such paths, over all else.
 
     Raises `ConfigError`.
     """
@@ -244,8 +248,15 @@ def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> P
     if path is not None:
         data = _read(path)  # first: links that lead in a circle have no folder
         source, folder = str(path), path.resolve().parent
-    for override in overrides:
-        _override(data, override)
+    for text in overrides:
+        dotted, equals, value = text.partition("=")
+        keys = _keys(dotted if equals else "", text)
+        try:
+            _set(data, keys, yaml.safe_load(value))
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+            raise ConfigError("--set", [f"{dotted}: the value is not YAML"]) from error
+    for dotted, value in (settings or {}).items():
+        _set(data, _keys(dotted, f"{dotted}={json.dumps(value)}"), deepcopy(value))
     return parse_config(data, source=source, folder=folder)
 
 
@@ -294,18 +305,16 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def setting(path: str, value: Any) -> str:
-    """Return the override that sets a value. YAML reads JSON, but not its two halves of a character like 😀."""
-    return f"{path}={json.dumps(value, ensure_ascii=False)}"
-
-
-def _override(data: dict[str, Any], text: str) -> None:
-    """Set `a.b.c=value` inside `data`; the value is YAML. Of keys with dots those count that are there: names of
-    models and ControlNets may have some."""
-    dotted, equals, value = text.partition("=")
+def _keys(dotted: str, text: str) -> list[str]:
     keys = dotted.strip().split(".")
-    if not equals or not all(keys):
+    if not all(keys):
         raise ConfigError("--set", [f"{text!r} is not path=value, for example images.knobs.largest_batch=8"])
+    return keys
+
+
+def _set(data: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Set the value at a path inside `data`. Of keys with dots those count that are there: names of models and
+    ControlNets may have some."""
     place: dict[str, Any] = data
     while (parts := _parts_of_key(place, keys)) < len(keys):
         key, keys = ".".join(keys[:parts]), keys[parts:]
@@ -313,10 +322,7 @@ def _override(data: dict[str, Any], text: str) -> None:
         if not isinstance(inner, dict):
             inner = place[key] = {}
         place = inner
-    try:
-        place[".".join(keys)] = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
-        raise ConfigError("--set", [f"{dotted}: the value is not YAML"]) from error
+    place[".".join(keys)] = value
 
 
 def _parts_of_key(place: Mapping[str, Any], keys: Sequence[str]) -> int:

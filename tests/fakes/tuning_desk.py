@@ -61,19 +61,19 @@ class Threads:
 
 
 class LocalTuningService:
-    """`TuningService` over a desk in this process."""
+    """In place of `ActorTuningService`, over a desk in this process."""
 
     def __init__(self, desk: TuningJobQueue) -> None:
         self.desk = desk
         self._count = 0
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
-        """See `TuningService`."""
+        """See `ActorTuningService`."""
         self._count += 1
         return self.desk.submit(text, tenant, f"{self._count:04}")
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """See `TuningService`."""
+        """See `ActorTuningService`."""
         return getattr(self.desk, method)(*arguments)
 
 

@@ -22,7 +22,7 @@ import yaml
 
 from plait.config import PlaitConfig
 from plait.deployments import deployments
-from plait.offline.manifests import serve_application
+from plait.offline.deploying import serve_application
 from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL
 from plait_deploy.serve import render_serve
 from plait_serving.deployments import INGRESS

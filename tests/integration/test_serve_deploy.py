@@ -23,7 +23,7 @@ import pytest
 from ray.util import get_node_ip_address
 
 from plait.cli import main as root
-from plait.demo.ranking import PEOPLE
+from plait.demo.run import PEOPLE
 from plait.server.environment import RAY_ENVIRONMENT
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 from support.asking import ask

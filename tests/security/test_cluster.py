@@ -21,7 +21,7 @@ from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
 from fakes.trap import Payload
-from plait.doctor.sockets import ray_listeners
+from plait.doctor.machine import ray_listeners
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster

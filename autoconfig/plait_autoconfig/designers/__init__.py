@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from plait_autoconfig.designers.base import Designer
 
 _MAKERS = {
-    "random": "uninformed:RandomDesigner",
-    "grid": "uninformed:GridDesigner",
-    "sobol": "uninformed:SobolDesigner",
+    "random": "base:RandomDesigner",
+    "grid": "base:GridDesigner",
+    "sobol": "base:SobolDesigner",
     "optuna-tpe": "optuna_samplers:OptunaTpeDesigner",
     "optuna-gp": "optuna_samplers:OptunaGpDesigner",
     "plait": "plait_designer:PlaitDesigner",

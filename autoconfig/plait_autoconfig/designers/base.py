@@ -1,16 +1,19 @@
 """The designer: a search that proposes configurations (`ask`) and learns from their results (`tell`). It keeps which
-cells are open, and the results; a subclass chooses the next one.
+cells are open, and the results; a subclass chooses the next one. Three that learn nothing are here: at random, cell by
+cell, and along a scrambled Sobol sequence; what others must beat.
 
 Legend: N cells, D features.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +21,12 @@ from numpy.typing import NDArray
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
-from plait_autoconfig.space import Space
+from plait_autoconfig.space import Space, sobol_points
 from plait_autoconfig.values import Config, Trial, TuningSubject
 
 MAX_INVALID = 2
 """The number of invalid measurements after which a cell is given up."""
+_MAX_DRAWS = 256  # then most cells are closed, and a random open one fills the gap as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +125,35 @@ class Designer(ABC):
         """Take these, and nothing else, for what is being measured, whoever asked for it. What was asked for and will
         not be measured may be proposed again."""
         self._pending = self._index.keys() & set(map(self.space.key, configs))
+
+
+class RandomDesigner(Designer):
+    """Random search: every open cell is equally likely."""
+
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        return int(self.rng.choice(open_cells))
+
+
+class GridDesigner(Designer):
+    """Grid search in which the last knob varies fastest. The seed has no effect."""
+
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        return int(open_cells[0])
+
+
+class SobolDesigner(Designer):
+    """Draw points and take the first whose cell is open or, if the cells are a sample, the nearest open one."""
+
+    def __init__(self, space: Space, objective: Objective, **given: Any) -> None:
+        super().__init__(space, objective, **given)
+        self._points = sobol_points(len(space.knobs), seed=self.seed)
+
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        if not self.space.exhaustive:
+            return self.nearest(self.space.configuration_at(next(self._points)), open_cells)
+        still_open = set(open_cells.tolist())
+        for point in itertools.islice(self._points, _MAX_DRAWS):
+            index = self.index_of(self.space.configuration_at(point))
+            if index is not None and index in still_open:
+                return index
+        return int(self.rng.choice(open_cells))

@@ -18,7 +18,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from plait_autoconfig.confidence import NOISE, log_losses, noise_of
-from plait_autoconfig.designers.uninformed import SobolDesigner
+from plait_autoconfig.designers.base import SobolDesigner
 from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space

@@ -34,16 +34,16 @@ def render(
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
-    from plait.config import load_config, setting
+    from plait.config import load_config
     from plait.errors import PlaitError
-    from plait.offline.manifests import kuberay_manifests, placed_application, serve_application
+    from plait.offline.deploying import kuberay_manifests, placed_application, serve_application
     from plait_deploy.serve import render_serve
 
-    options = [setting("deploy.image", image)] if image is not None else []
-    options += [setting("deploy.allow_tag", True)] if allow_tag else []
+    given = {"deploy.image": image, "deploy.allow_tag": allow_tag or None}
+    options = {key: value for key, value in given.items() if value is not None}
     if target == "serve" and options:
         raise PlaitError("--image and --allow-tag go with --target kuberay: Ray's nodes have plait already")
-    loaded = load_config(config, overrides=[*(settings or []), *options])
+    loaded = load_config(config, overrides=settings or [], settings=options)
     if not loaded.server.port:
         raise PlaitError("server.port: 0 is any free port, and whoever sends requests has to know which; name one")
     if target == "kuberay":
@@ -79,22 +79,22 @@ def place(
     from plait.cli.models import table
     from plait.config import load_config
     from plait.errors import PlaitError, write
-    from plait.offline import placing
+    from plait.offline import deploying
     from plait_deploy.placement.drawing import draw
 
     if (cluster is None) == (live is None):
         raise PlaitError("name the cluster: either --cluster FILE or --live ADDRESS")
     loaded = load_config(config, overrides=settings or [])
-    nodes = placing.running(live or "auto") if cluster is None else placing.described(cluster)
-    placed = placing.place(loaded, nodes, policy=policy, per_node=per_node)
+    nodes = deploying.running(live or "auto") if cluster is None else deploying.described(cluster)
+    placed = deploying.place(loaded, nodes, policy=policy, per_node=per_node)
     if svg is not None:
         what = "The starter" if config is None else config.name
         title = f"{what} on {live if cluster is None else cluster.name}"
         write(svg, draw(placed.state, placed.plan, title=title))
     if as_json:
-        print(json.dumps(placing.document_of(placed), indent=1))
+        print(json.dumps(deploying.document_of(placed), indent=1))
     else:
-        print(table(placing.rows_of(placed)), table(placing.uses_of(placed)), sep="\n\n")
+        print(table(deploying.rows_of(placed)), table(deploying.uses_of(placed)), sep="\n\n")
     if missing := len(placed.plan.unplaced):
         print(f"plait deploy: the cluster is too full for {missing} of the replicas", file=sys.stderr)
         raise typer.Exit(1)

@@ -27,7 +27,7 @@ def doctor(
     if address is not None and not cluster:
         raise typer.BadParameter("goes with --cluster", param_hint="--address")
     from plait.config import load_config
-    from plait.doctor import machine, models, sockets
+    from plait.doctor import machine, models
     from plait.doctor.cluster import check_cluster
     from plait.doctor.findings import CheckStatus, listed
     from plait_serving.images.config import STARTER_FOLDER
@@ -46,7 +46,7 @@ def doctor(
         *machine.check_caches(os.environ),
         *machine.check_port(host, port),
         *(machine.check_port(host, direct, option="server.direct_port") if direct and loaded.ray.is_local else ()),
-        *sockets.sockets_findings(sockets.ray_listeners(), all_rays=cluster and address is not None),
+        *machine.sockets_findings(machine.ray_listeners(), all_rays=cluster and address is not None),
         *models.check_starter(STARTER_FOLDER),
         *models.check_models(loaded),
     ]

@@ -93,7 +93,7 @@ def _say(text: str, share: float) -> None:
 
 def _images(model: str | None, config: Path | None) -> tuple[ImagesSection, str | None]:
     """Return the section to draw with, and what the request calls the model; a folder is the section's only one."""
-    from plait.config import load_config, setting
+    from plait.config import load_config
     from plait.errors import PlaitError
     from plait.offline.inventory import more_models
 
@@ -110,7 +110,7 @@ def _images(model: str | None, config: Path | None) -> tuple[ImagesSection, str 
     else:
         return images, model
     own |= {"models": None, "name": None, "aliases": {}}  # which are for the configuration's own models
-    alone = load_config(config, overrides=[setting(f"images.{key}", value) for key, value in own.items()]).images
+    alone = load_config(config, settings={f"images.{key}": value for key, value in own.items()}).images
     assert alone is not None
     return alone, None
 

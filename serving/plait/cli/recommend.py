@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.errors import told
+from plait.errors import PlaitError, told
+
+if TYPE_CHECKING:
+    from plait_disagg.refresh.live_package import LivePackage
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -33,9 +38,9 @@ def recommend(
     folder = folder or STARTER_RANKING_FOLDER
     with told(PackageError):
         read_manifest(folder)  # before torch is loaded
-    from plait.offline.ranking import recommend as ask
+        from plait_disagg.refresh.live_package import open_live
 
-    answer = ask(folder, body)
+        answer = asyncio.run(_ask(open_live(folder, sparse=True, dense=True), body))
     if as_json:
         print(json.dumps(answer, indent=1))
         return
@@ -59,3 +64,29 @@ def _no_constant(text: str) -> Any:
 def _json(text: str, option: str) -> Any:
     with told(ValueError, RecursionError, to=lambda said: typer.BadParameter(f"not JSON: {said}", param_hint=option)):
         return json.loads(text, parse_constant=_no_constant)
+
+
+async def _ask(live: LivePackage, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the response of POST /v1/recommend. Raises `PlaitError` with the server's message."""
+    import httpx2
+
+    from plait_disagg.workers.ranker import CoreRanker
+    from plait_disagg.workers.whole import WholeCore
+    from plait_serving.http.app import create_app
+    from plait_serving.http.context import HttpSettings
+    from plait_serving.ranking.local import LocalRankingService, ServedRanker
+
+    assert live.sparse is not None
+    ranker = CoreRanker(WholeCore(live.card(), live.sparse, live.dense[live.dense_version]))
+    models = {live.package.manifest.name: ServedRanker(ranker=ranker, items=live.package.items)}
+    app = create_app(None, HttpSettings(), ranking=LocalRankingService(models))
+    try:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://plait") as client:
+            answer = await client.post("/v1/recommend", json=body)
+    finally:
+        await ranker.close(drain_s=0.0)
+    data: dict[str, Any] = answer.json()
+    if answer.status_code != 200:
+        raise PlaitError(data["error"]["message"])
+    return data

@@ -41,13 +41,13 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
     """Start the server, print its address on stdout when it is ready, and run until Ctrl-C or SIGTERM."""
     if as_json and not show_deployments:
         raise typer.BadParameter("goes with --show-deployments", param_hint="--json")
-    from plait.config import dump_config, load_config, setting
+    from plait.config import dump_config, load_config
 
     if model is not None and (model.startswith(".") or ("/" in model and Path(model).exists())):
         model = str(Path(model).absolute())  # the person at the keyboard means their own folder, not the file's
     options = {"server.host": host, "server.port": port, "images.model": model, "ray.address": address}
-    overrides = [*(settings or []), *(setting(key, value) for key, value in options.items() if value is not None)]
-    loaded = load_config(config, overrides=overrides)
+    own = {key: value for key, value in options.items() if value is not None}
+    loaded = load_config(config, overrides=settings or [], settings=own)
     if show_config:
         print(dump_config(loaded), end="")
         return
@@ -94,7 +94,7 @@ def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
     from plait.deployments import deployments, document_of
     from plait.errors import PlaitError
     from plait.gpu_shares import placement_line, this_machine, with_gpus
-    from plait.offline.placing import running
+    from plait.offline.deploying import running
     from plait.precision import has_gpu
 
     if config.ray.is_local:

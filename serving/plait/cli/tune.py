@@ -58,10 +58,9 @@ def run_command(
 @app.command("status")
 def status_command(job: Job, *, as_json: AsJson = False) -> None:
     """Show the progress of a job: every measurement, the best so far, and what is left."""
-    from plait.tuning.job.local_run import open_state
-    from plait.tuning.job.progress import headline, row_line
+    from plait.tuning.job.local_run import headline, row_line
 
-    state, _ = open_state(job)
+    state = _state(job)
     if as_json:
         print(_document(state))
         return
@@ -85,11 +84,10 @@ def best_command(
 ) -> None:
     """Print the recommended knobs, or the best so far; exit with code 99 if no configuration keeps the limits."""
     from plait.tuning.job.applying import exported
-    from plait.tuning.job.local_run import open_state
 
     if form is not None and as_json:
         raise typer.BadParameter("--as has a form of its own", param_hint="--json")
-    state, _ = open_state(job)
+    state = _state(job)
     config = _best(state)
     if config is None:
         print(_choices(state) or state.binding or "nothing was measured yet", file=sys.stderr)
@@ -117,12 +115,11 @@ def apply_command(
     """Write the recommended knobs into a plait.yaml, keeping its comments, or send them to a running server."""
     from plait.errors import PlaitError
     from plait.tuning.job.applying import apply_to_file, apply_to_server
-    from plait.tuning.job.local_run import open_state
     from plait_autoconfig.jobs.spec import TuningTarget
 
     if port is not None and config is not None:
         raise typer.BadParameter("either a plait.yaml or the server on a port, one at a time", param_hint="--port")
-    state, _ = open_state(job)
+    state = _state(job)
     chosen = state.recommendation.config if state.recommendation is not None else None
     if chosen is None and unconfirmed:
         chosen = _best(state)
@@ -161,17 +158,22 @@ def compare_command(
     from pydantic_core import to_jsonable_python
 
     from plait.cli.models import table
-    from plait.tuning.job.local_run import open_state
     from plait_autoconfig.report.compare import compare, comparison_rows
 
     if len(jobs) < 2:
         raise typer.BadParameter("name two jobs or more", param_hint="JOBS")
-    found = compare([open_state(job)[0] for job in jobs])
+    found = compare([_state(job) for job in jobs])
     if as_json:
         print(json.dumps(to_jsonable_python(found), indent=1))
         return
     differ = [f"they also differ in {', '.join(found.differences)}"] if found.differences else []
     print(table(comparison_rows(found.jobs)), *differ, found.sentence, sep="\n")
+
+
+def _state(job: Path) -> JobState:
+    from plait.tuning.job.local_run import open_state
+
+    return open_state(job)[0]
 
 
 def _best(state: JobState) -> Any:

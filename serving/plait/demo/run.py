@@ -16,12 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from plait.demo.ranking import PostBody, offers_ranking, rank_for_everybody
 from plait.errors import PlaitError, ServeError, told
 from plait.server import processes
 from plait_serving.images.config import STARTER_GUIDANCE, STARTER_MODEL
+from plait_serving.ranking.config import STARTER_RANKING_MODEL
+from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 _PLAIT = (sys.executable, "-m", "plait.cli.main")
 _STOP_TIMEOUT_S = 60.0
 _THUMBNAIL_PX, _CAPTION_PX, _GAP_PX = 192, 34, 8
+
+PostBody: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Posts a body to one route and returns the response's JSON. Raises `ServeError` if the response is an error."""
 
 SECOND, ITS_LORA = "sketchbook", "sketch"
 """The second base model: the starter with this LoRA in its weights."""
@@ -57,6 +61,20 @@ class DemoImage:
     path: Path
     seconds: float
     timings: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    """One for whom the demo's second half ranks films, with the starter model split in two halves."""
+
+    who: str
+    likes: tuple[str, ...]
+
+    def features(self) -> dict[str, Any]:
+        """Return the model's inputs as ids. No film has been seen yet, so only the likes express the taste."""
+        likes = [GENRES.index(genre) for genre in self.likes]
+        age, daypart = AGE_BANDS.index("35-44"), DAYPARTS.index("evening")
+        return {"age_band": age, "liked_genres": likes, "history": [], "daypart": daypart}
 
 
 def _lora(name: str) -> dict[str, Any]:
@@ -86,6 +104,11 @@ TOGETHER = (
     Scene(name="together-2", prompt="crab", seed=4, more=_lora("pixel")),
 )
 
+PEOPLE = (
+    Person(who="one who likes westerns and horror", likes=("western", "horror")),
+    Person(who="one who likes music and romance", likes=("music", "romance")),
+)
+
 
 def run(out: Path, *, say: Callable[[str], None]) -> Path:
     """Make a second base model, start a server, make every scene, rank films, write a load report into `out`, stop the
@@ -107,7 +130,7 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
             return post(client, f"{url}/v1/images/{kind}", body)
 
         images = make_scenes(image, out, say=say)
-        if ranks := offers_ranking(url):
+        if ranks := offers_ranking(client, url):
             rank_for_everybody(lambda body: post(client, f"{url}/v1/recommend", body), say=say)
         say(smoke(url, out / "load.html"))
     say("server stopped")
@@ -166,6 +189,30 @@ def _mask(image: Path, anew: float) -> str:
     file = io.BytesIO()
     mask.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
+
+
+def rank_for_everybody(ask: PostBody, *, say: Callable[[str], None]) -> None:
+    """Request each person's best films out of all, and report them and the time taken."""
+    for person in PEOPLE:
+        body = {"model": STARTER_RANKING_MODEL, "user": person.features(), "candidates": "all", "top_k": 5}
+        started_s = time.monotonic()
+        answer = ask(body)
+        seconds = time.monotonic() - started_s
+        say(f"  for {person.who}: {seconds * 1e3:.1f} ms ({_parts(answer['timings'])})")
+        for item in answer["items"]:
+            say(f"    {item['score']:.3f}  {item['name']}")
+
+
+def _parts(timings: Mapping[str, float]) -> str:
+    """Format the timings as `in the server 3.1: queued 0.1, lookup 0.4, ...`."""
+    parts = ", ".join(f"{name.removesuffix('_ms')} {ms:.1f}" for name, ms in timings.items() if name != "total_ms")
+    return f"in the server {timings['total_ms']:.1f}: {parts}"
+
+
+def offers_ranking(client: httpx2.Client, url: str) -> bool:
+    """Return whether the server at `url` serves the starter recommendation model."""
+    listed = client.get(f"{url}/v1/models", timeout=30.0).json()["data"]
+    return any(model["id"] == STARTER_RANKING_MODEL for model in listed)
 
 
 def smoke(url: str, page: Path) -> str:
@@ -227,8 +274,8 @@ def own_server(second: Path) -> Iterator[str]:
     progress on our stderr; yield its URL."""
     models = json.dumps({STARTER_MODEL: STARTER_MODEL, second.name: str(second.resolve())}, ensure_ascii=False)
     command = [*_PLAIT, "serve", "--port", "0", "--set", f"images.models={models}"]
-    # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. SIGTERM to us does the
-    # same, and if we are killed the kernel tells the server to stop.
+    # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. If we are killed the
+    # kernel tells the server to stop.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -237,14 +284,12 @@ def own_server(second: Path) -> Iterator[str]:
         preexec_fn=processes.end_with_parent,  # noqa: PLW1509 - one system call, before our threads start
     )
     assert process.stdout is not None
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         url = process.stdout.readline().strip()
         if not url:
             raise ServeError(f"the server ended with exit code {process.wait()}; what it said is above")
         yield url
     finally:
-        signal.signal(signal.SIGTERM, before)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(_STOP_TIMEOUT_S)

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.doctor.findings import CheckResult, finding, warning
 from plait.errors import PlaitError
-from plait.server.attach import attached
+from plait.server.environment import attached
 from plait_deploy.on_ray.nodes import LABEL, split_name
 
 COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")

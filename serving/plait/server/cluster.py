@@ -19,8 +19,7 @@ from plait.config import PlaitConfig, ServerSection
 from plait.deployments import Deployment
 from plait.errors import ServeError
 from plait.gpu_shares import running_cluster
-from plait.server.attach import connect
-from plait.server.environment import own_signals, patient_start, prepare_environment, prepare_proxies
+from plait.server.environment import connect, own_signals, patient_start, prepare_environment, prepare_proxies
 from plait.server.ports import WILDCARDS, url_of
 from plait_deploy.placement.state import ClusterState
 from plait_serving.deployments import ray_internals
@@ -189,6 +188,17 @@ class Cluster:
             raise ServeError(f"this Ray has an application {name}, of {holder}: stop that first")
         ray_internals.note(key, ray.get_runtime_context().get_job_id().encode())
 
+    def own_name(self, prefix: str) -> str:
+        """Return a name for an application that is of no use without this process, and delete what others of that
+        prefix, which have ended, left here: the name has Ray's number of the process."""
+        import ray
+        from ray import serve
+
+        ended = {f"{prefix}-{job['JobID']}" for job in ray_internals.drivers() if job["IsDead"]}
+        for name in ended & serve.status().applications.keys():
+            serve.delete(name)
+        return f"{prefix}-{ray.get_runtime_context().get_job_id()}"
+
     def deploy(
         self, rows: Sequence[Deployment], *, name: str, salt: str, route_prefix: str = "/", in_place: bool = False
     ) -> None:
@@ -209,12 +219,12 @@ class Cluster:
         self._app_name, self._may_surge, self._hand_over = name, not in_place, hand_over
         hand_over()
 
-    def delete(self, name: str | None = None) -> None:
-        """Delete the application (or another, by name), and wait until it is gone."""
+    def delete(self) -> None:
+        """Delete the application, and wait until it is gone."""
         from ray import serve
 
-        if (app_name := name or self._app_name) is not None:
-            serve.delete(app_name)
+        if self._app_name is not None:
+            serve.delete(self._app_name)
 
     def detach(self) -> None:
         """Disconnect from a Ray that we attached to; whatever runs there continues."""

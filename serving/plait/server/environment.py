@@ -1,11 +1,13 @@
-"""The environment that a Ray of ours is started in, and how long its start may take.
+"""The environment that a Ray of ours is started in, how long its start may take, and how a command attaches to a Ray.
 
 Ray is imported after this: it reads its environment when it is imported.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +19,10 @@ from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server import processes
 from plait.server.ports import free_port
+from plait.server.state import read_record, state_root
 from plait_serving.deployments.ray_internals import head_node, node_services, raylet_module, signal_utils
 
-_NODE_POLL_S = 0.1
+_NODE_POLL_S, _CONNECT_S = 0.1, 5.0
 _LEFT_OUT = ("start_monitor", "start_log_monitor")
 """An autoscaler for nodes that nobody adds, and what would bring workers' lines to our terminal."""
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
@@ -144,3 +147,51 @@ def prepare_proxies(config: PlaitConfig) -> None:
     ours = proxy_environment(config.server.answered_hosts)
     os.environ.setdefault(CALLBACK_VARIABLE, ours[CALLBACK_VARIABLE])
     os.environ[HOSTS_VARIABLE] = ours[HOSTS_VARIABLE]
+
+
+@contextmanager
+def attached(address: str | None, port: int) -> Iterator[Any]:
+    """Attach to a Ray, by default to that of `plait serve` on this port, or else to the one of this machine; yields the
+    module `ray`. Raises `ServeError`."""
+    where, token = _where(address, port)
+    if token is not None and token.is_file():
+        prepare_environment(token)  # as the server did: else Ray takes its address on loopback for a mistake
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    _reach(where)  # Ray would try for minutes
+    connect(where, logging_level=logging.ERROR)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def connect(address: str, *, logging_level: int = logging.WARNING) -> None:
+    """Make this process a driver of a Ray. Raises `ServeError`."""
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging_level, namespace="plait")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ServeError(f"no Ray answers at {address}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _where(address: str | None, port: int) -> tuple[str, Path | None]:
+    """Return the address, and the file with Ray's token if it is the Ray of a `plait serve`."""
+    if address is not None:
+        return address, None
+    folder = state_root(os.environ) / f"port-{port}"
+    record = read_record(folder)
+    return ("auto", None) if record is None else (record.gcs_address or "auto", folder / "auth_token")
+
+
+def _reach(address: str) -> None:
+    """Connect once to an address of the form host:port. Raises `ServeError` if nobody answers there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ServeError(f"no Ray answers at {address}: {error.strerror or error}") from error

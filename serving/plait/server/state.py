@@ -157,7 +157,7 @@ class PortState:
         """Write run.json atomically; do nothing if nothing changed. Raises OSError; what was written before stays."""
         if record == self.record:
             return
-        _replace(self.folder / "run.json", record.to_json())
+        replace_text(self.folder / "run.json", record.to_json())
         self.record = record
 
     def note(self, **changes: Any) -> None:
@@ -197,17 +197,20 @@ class Keeping:
 def write_config(folder: Path, text: str) -> None:
     """Store the configuration that the run of a port's folder serves, for tools that change its knobs meanwhile.
     Raises OSError; what was written before stays."""
-    _replace(folder / "config.yaml", text)
+    replace_text(folder / "config.yaml", text)
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Write a file in one step. Raises OSError; what was written before stays."""
     temporary = path.with_name(f"{path.name}.new")
     try:
-        temporary.write_text(text)
-        temporary.chmod(0o600)
+        temporary.touch(mode=0o600)  # nobody else reads what nobody else read before
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(mode)
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 

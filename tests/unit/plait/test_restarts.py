@@ -270,14 +270,3 @@ def test_what_is_reserved_is_what_ray_is_asked_for() -> None:
         assert {row.name: (row.num_cpus, row.num_gpus) for row in deployments(config)} == {
             name: (options["num_cpus"], options.get("num_gpus", 0.0)) for name, options in asked.items()
         }
-
-
-def test_an_update_starts_one_more_replica_first_where_no_gpu_is_needed() -> None:
-    """`server.start_new_first`: of three replicas a third."""
-    data = copy.deepcopy(FULL)
-    data["images"]["num_gpus"] = 1.0
-    for wanted, expected in ((None, (0, 33, 100)), (True, (33, 33, 100)), (False, (0, 0, 0))):
-        data["server"]["start_new_first"] = wanted
-        asked = bound(bind(deployments(parsed(data))))
-        found = {it.name: it._deployment_config.max_surge_percent for it in asked}
-        assert (found["engine"], found["hn-shop"], found["ingress"]) == expected

@@ -7,7 +7,7 @@ import pytest
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState
 
-from plait_autoconfig.designers.uninformed import RandomDesigner
+from plait_autoconfig.designers.base import RandomDesigner
 from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
 from plait_autoconfig.objective import Goal, Limit, Objective
 from plait_autoconfig.sampler import DesignerSampler, report

@@ -23,7 +23,10 @@ images:
   loras: {folder: loras}
 recommend:
   models:
-    cut: {folder: models/cut, cn: {replicas: 2, knobs: {wire: float16}}, hn: {knobs: {threads: 3}}}
+    cut:
+      folder: models/cut
+      cn: {replicas: 2, knobs: {wire: float16}}
+      hn: {replicas: {min: 1, max: 4}, knobs: {threads: 3}}
     small: {folder: models/small, mode: whole, whole: {knobs: {largest_waiting: 5}}}
 """
 
@@ -72,14 +75,18 @@ def test_deploy_render_puts_knobs_only_where_a_change_is_a_reconfigure(rendered)
 
 @pytest.mark.parametrize(
     ("server", "expected"),
-    [("", (0, 33, 50, 100)), ("start_new_first: true", (50, 33, 50, 100)), ("start_new_first: false", (0, 0, 0, 0))],
+    [
+        ("", (0, 33, 50, 25, 100)),
+        ("start_new_first: true", (50, 33, 50, 25, 100)),
+        ("start_new_first: false", (0, 0, 0, 0, 0)),
+    ],
 )
 def test_deploy_render_writes_out_how_an_update_replaces_replicas(rendered, server, expected):
     """One more of each deployment starts first; with GPUs, of which none may be free, only if that is wanted."""
     text = CONFIG.replace("drain_s: 5", server or "drain_s: 5").replace("./base", "./base\n  num_gpus: 1")
     (application,) = rendered(text)["applications"]
     found = {it["name"]: it["max_surge_percent"] for it in application["deployments"]}
-    assert tuple(found[name] for name in ("engine", "controlnet-edges", "cn-cut", "ingress")) == expected
+    assert tuple(found[name] for name in ("engine", "controlnet-edges", "cn-cut", "hn-cut", "ingress")) == expected
     built = build_app(build(AppArgs.model_validate(application["args"])), name="plait").deployments
     assert found == {it.name: it._deployment_config.max_surge_percent for it in built}
 

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import yaml
 
 from plait.config import load_config, parse_config
 from plait.errors import PlaitError, told
-from plait.server.state import state_root
+from plait.server.state import replace_text, state_root
 from plait.tuning.forms import as_argv, as_environment, as_file, diff, with_settings
 from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
 from plait_autoconfig.jobs.spec import ServiceTarget, TuningTarget
@@ -32,17 +32,8 @@ def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str
     parse_config(yaml.safe_load(after) or {}, source=str(path), folder=path.resolve().parent)
     if not dry_run and after != before:
         file = path.resolve()  # a link stays one
-        temporary = file.with_name(file.name + ".new")
         with told(file=path):
-            try:
-                temporary.touch(mode=0o600)  # nobody else reads what nobody else read before
-                temporary.write_text(after, encoding="utf-8")
-                temporary.chmod(file.stat().st_mode & 0o777)
-                temporary.replace(file)
-            except OSError:
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
+            replace_text(file, after, mode=file.stat().st_mode & 0o777)
     return diff(before, after, name=path.name)
 
 
@@ -82,7 +73,7 @@ def _of_plait(target: TuningTarget, settings: Mapping[str, Value], form: str) ->
     path = None if target.config is None else Path(target.config)
     config = load_config(path)
     if form == "serve":
-        from plait.offline.manifests import serve_application
+        from plait.offline.deploying import serve_application
         from plait_deploy.serve import render_serve
 
         tuned = apply_knobs(config, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -71,9 +70,8 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
 
     Raises `JobRefused`.
     """
-    overrides = [f"{path}={json.dumps(value)}" for path, value in target.settings.items()]
     with told(PlaitError, to=JobRefused):
-        config = load_config(None if target.config is None else Path(target.config), overrides=overrides)
+        config = load_config(None if target.config is None else Path(target.config), settings=target.settings)
     if target.app == "images" and config.images is None:
         raise JobRefused("target.app: the configuration serves no images (images is null)")
     if target.app == "recommend" and not config.ranking_models:

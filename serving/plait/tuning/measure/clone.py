@@ -1,21 +1,17 @@
 """A second copy of an application, for trials: the same models under another name and port.
 
-It runs on its own Ray, which is found and ended like that of a dead `plait serve` if we are killed; or, if the
-configuration names a Ray, as another application there, below its own path, recorded on disk until it is removed.
+It runs on its own Ray; or, if the configuration names one, as another application there, below its own path. If we are
+killed, that Ray is found and ended like that of a dead `plait serve`, and the application is deleted by the next clone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-
-from pydantic import BaseModel, ValidationError
 
 from plait.config import PlaitConfig
 from plait.deployments import Effect
@@ -44,7 +40,6 @@ class Clone(RunningApplication):
         self._direct: socket.socket | None = None
         self._state: PortState | None = None
         self._ray_folder: Path | None = None
-        self._note: Path | None = None
         clean_up_others(root)
 
     def start(self, config: PlaitConfig, *, num_cpus: int) -> None:
@@ -59,8 +54,9 @@ class Clone(RunningApplication):
         if config.ray.is_local:
             self._cluster, self._of_run = self._start_ray(config), self._run_id
         else:
-            self.app = f"{_APP}-{self._run_id[:8]}"
-            self._cluster, self.prefix = self._attach(config), f"/{self.app}"
+            self._cluster = Cluster.attach(config, port=free_port(_HOST))
+            self.app = self._cluster.own_name(_APP)
+            self.prefix = f"/{self.app}"
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
         """Apply a configuration as `RunningApplication.apply` does, first removing what an earlier one broke, if
@@ -96,8 +92,6 @@ class Clone(RunningApplication):
         left = self._stop_ray()
         if self._direct is not None:
             self._direct.close()
-        if self._note is not None:
-            self._note.unlink(missing_ok=True)
         state, self._state = self._state, None
         if state is not None:
             if not left:
@@ -128,37 +122,9 @@ class Clone(RunningApplication):
         self._note_processes()
         return cluster
 
-    def _attach(self, config: PlaitConfig) -> Cluster:
-        cluster = Cluster.attach(config, port=free_port(_HOST))
-        folder = self._root / "clones"
-        folder.mkdir(exist_ok=True)
-        for path in folder.glob("*.json"):
-            with contextlib.suppress(OSError, ValidationError):
-                note = _CloneNote.model_validate_json(path.read_bytes())
-                has_ended = processes.has_ended(processes.ProcessId(note.pid, note.start_ticks), note.boot_id)
-                if has_ended and note.address == cluster.gcs_address:
-                    cluster.delete(note.app)
-                    path.unlink()
-        self._note = folder / f"{self._run_id}.json"
-        own = _CloneNote(
-            address=cluster.gcs_address, app=self.app, boot_id=processes.boot_id(), **asdict(processes.me())
-        )
-        self._note.write_text(own.model_dump_json())
-        return cluster
-
     def _note_processes(self) -> frozenset[processes.ProcessId]:
         if self._state is None:
             return frozenset()
         found = processes.members(self._run_id, os.getpid())
         self._state.note(processes=tuple(sorted(found)))
         return found
-
-
-class _CloneNote(BaseModel):
-    """Who has put which application into a Ray that is not ours."""
-
-    address: str
-    app: str
-    pid: int
-    start_ticks: int
-    boot_id: str

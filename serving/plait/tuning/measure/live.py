@@ -147,7 +147,7 @@ def running_config(root: Path, port: int) -> PlaitConfig:
     _record(root, port)
     path = root / f"port-{port}" / "config.yaml"
     with told(OSError, yaml.YAMLError, about=f"{path} cannot be read", to=StateError):
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     return parse_config(data, source="the running configuration", folder=Path.cwd())
 
 

@@ -58,8 +58,8 @@ class TuningActor:
 
 
 class ActorTuningService:
-    """A `TuningService` that calls the actor. It finds or starts the actor when it is created, so that jobs interrupted
-    by a stop of the server continue, and again whenever the actor is lost."""
+    """The service behind the routes: it calls the actor. It finds or starts that when it is created, so that jobs
+    interrupted by a stop of the server continue, and again whenever the actor is lost."""
 
     def __init__(self, settings: Callable[[], JobQueueSettings], *, start: StartJob = start_job) -> None:
         """Take what returns the settings, which are read anew for each job."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from fastapi import APIRouter, Depends
@@ -26,6 +26,9 @@ from plait_serving.http.edge.auth import Principal, require_admin
 from plait_serving.http.edge.errors import ApiError, wire_error
 from plait_serving.http.edge.sse import EventStream
 
+if TYPE_CHECKING:
+    from plait.tuning.service.actor import ActorTuningService
+
 MAX_JOB_BYTES = 1 << 20
 _TYPES = ("application/json", "application/yaml", "application/x-yaml", "text/yaml")
 """Content types that another site's web page cannot send without a preflight request."""
@@ -33,17 +36,7 @@ _TYPES = ("application/json", "application/yaml", "application/x-yaml", "text/ya
 Admin = Annotated[Principal, Depends(require_admin)]
 
 
-class TuningService(Protocol):
-    """The service behind the routes. Raises `JobQueueError`, or another `ApiError` if it cannot be reached."""
-
-    async def submit(self, text: str, tenant: str) -> dict[str, Any]:
-        """Accept a job."""
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `TuningJobQueue`."""
-
-
-def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
+def tuning_router(service: ActorTuningService, *, poll_s: float = 1.0) -> APIRouter:
     """Return the router. `poll_s`: how often an event stream checks for news."""
     router = APIRouter(prefix="/v1/tuning/jobs", tags=["tuning"], dependencies=[Depends(require_admin)])
 

@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 from plait.config import load_config
 from plait.doctor import models
 from plait.doctor.findings import CheckStatus
-from plait.errors import PlaitError
 from plait.offline.inventory import inventory
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
@@ -38,29 +37,21 @@ def problems(path):
     return [it for it in models.check_models(load_config(path)) if it.verdict is not CheckStatus.OK]
 
 
-def test_a_configuration_that_is_damaged_is_told(config):
-    """As the server that leaves such a model out says it."""
-    path = config.parent / "base" / "unet" / "config.json"
+def test_a_model_that_cannot_be_read_is_told(config):
+    """As the server that leaves it out says it: damaged; nested without an end; and copied without what its links lead
+    to, as `cp -r` does it with a folder in the hub's cache, where `ls` shows the file."""
+    base = config.parent / "base"
+    path, index = base / "unet" / "config.json", base / "model_index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "down_block_types": 5}))
     (problem,) = problems(config)
-    assert f"{path.parents[1]}: its configuration is damaged: TypeError(" in problem.detail
-
-
-def test_a_model_that_was_copied_without_what_its_links_lead_to_is_told(config):
-    """As `cp -r` does it with a folder in the hub's cache; `ls` shows the file."""
-    index = config.parent / "base" / "model_index.json"
+    assert f"{base}: its configuration is damaged: TypeError(" in problem.detail
+    index.write_text("[" * 100_000)
+    (problem,) = problems(config)
+    assert f"{index}: not readable: maximum recursion depth" in problem.detail
     index.unlink()
     index.symlink_to("../../blobs/1")
     (problem,) = problems(config)
     assert "its model_index.json is a link that leads nowhere" in problem.detail
-
-
-def test_a_configuration_that_is_nested_without_an_end_is_told(config):
-    """By its file, like any other that is damaged."""
-    index = config.parent / "base" / "model_index.json"
-    index.write_text("[" * 100_000)
-    (problem,) = problems(config)
-    assert f"{index}: not readable: maximum recursion depth" in problem.detail
 
 
 def test_cli_doctor_looks_at_every_lora_that_is_served(config):
@@ -290,9 +281,3 @@ def test_a_file_that_no_server_would_load_is_a_problem(config, name, dtype, says
         save_file({"img_in.weight": np.ones((2, 384), dtype), "double_blocks.0.img_mod.lin.weight": np.ones(2)}, path)
     (found,) = models.check_model(load_config(config), str(path))
     assert (found.verdict, says in found.detail) == (CheckStatus.FAIL, True), found
-
-
-def test_a_model_that_is_not_there_is_one_sentence(config):
-    """With the name that is near."""
-    with pytest.raises(PlaitError, match="notto: no model of that name, no folder and no file; did you mean noto"):
-        list(models.check_model(load_config(config), "notto"))

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from plait.cli import main as root
-from plait.doctor import machine, sockets
+from plait.doctor import machine
 from plait_serving.starter.manifest import write_manifest
 
 
@@ -24,7 +24,7 @@ def doctor(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setattr(sockets, "ray_listeners", list)
+    monkeypatch.setattr(machine, "ray_listeners", list)
 
     def run(*arguments):
         code = root.main(["doctor", "--json", "--port", "0", *arguments])
@@ -58,29 +58,19 @@ def test_a_folder_of_pickles_is_found(doctor, tmp_path):
 
 
 @pytest.mark.usefixtures("doctor")
-def test_the_port_is_that_of_the_file(tmp_path, capsys):
-    """Unless another one is named."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
+def test_ports_are_those_of_the_file(tmp_path, capsys):
+    """Unless another one is named; another program has both, and the advice names the setting."""
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as another:
         port = other.getsockname()[1]
-        (tmp_path / "plait.yaml").write_text(f"server: {{port: {port}}}")
+        text = f"server: {{port: {port}, direct_port: {another.getsockname()[1]}}}"
+        (tmp_path / "plait.yaml").write_text(text)
         in_use, free = f"port {port} on 127.0.0.1 is in use", "0 is free on"
         for given, verdict, detail in (([], "warn", in_use), (["--port", "0"], "ok", free)):
             root.main(["doctor", "--json", str(tmp_path / "plait.yaml"), *given])
-            (found,) = [it for it in json.loads(capsys.readouterr().out) if it["name"] == "port"]
-            assert (found["verdict"], found["detail"].startswith(detail)) == (verdict, True)
-
-
-@pytest.mark.usefixtures("doctor")
-def test_the_direct_port_is_looked_at_too(tmp_path, capsys):
-    """Another program has it, and the advice names its setting."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        (tmp_path / "plait.yaml").write_text(f"server: {{direct_port: {port}}}")
-        root.main(["doctor", "--json", str(tmp_path / "plait.yaml"), "--port", "0"])
-    found = {it["name"]: it for it in json.loads(capsys.readouterr().out)}
-    assert found["port"]["verdict"] == "ok"
-    assert found["server.direct_port"]["verdict"] == "warn"
-    assert "another server.direct_port" in found["server.direct_port"]["advice"]
+            found = {it["name"]: it for it in json.loads(capsys.readouterr().out)}
+            assert (found["port"]["verdict"], found["port"]["detail"].startswith(detail)) == (verdict, True)
+            assert found["server.direct_port"]["verdict"] == "warn"
+            assert "another server.direct_port" in found["server.direct_port"]["advice"]
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,8 @@ def on_node(
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(serve, "start", lambda **_: None)
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(proxies=dict.fromkeys(proxies)))
+    status = SimpleNamespace(proxies=dict.fromkeys(proxies), applications=running or {})
+    monkeypatch.setattr(serve, "status", lambda: status)
     http = SimpleNamespace(host=host, port=8000)
     client = SimpleNamespace(http_config=http, get_serve_details=lambda: {"applications": running or {}})
     monkeypatch.setattr(serve.context, "_get_global_client", lambda: client)
@@ -339,3 +340,14 @@ def test_an_application_that_somebody_runs_is_left_to_him(
         with pytest.raises(ServeError, match=re.escape(f"an application app, of {holder}: stop that first")):
             asking.claim("app")
         assert kept == ({b"plait serve app": noted} if noted else {})
+
+
+def test_what_a_dead_process_left_for_itself_alone_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a living one, nor what has another name; nobody can say whose a number is that Ray does not know."""
+    jobs = [{**JOB, "IsDead": True}, {**JOB, "JobID": "03", "IsDead": False}]
+    on_node(monkeypatch, "worker", jobs=jobs, running=dict.fromkeys(("trial-01", "trial-03", "trial-04", "app", "01")))
+    deleted: list[str] = []
+    monkeypatch.setattr(serve, "delete", deleted.append)
+    asking = Cluster(local=False, started_serve=False, host="127.0.0.1", port=1)
+    assert asking.own_name("trial") == "trial-02"
+    assert deleted == ["trial-01"]

@@ -6,8 +6,8 @@ import numpy as np
 import optuna
 import pytest
 
+from plait_autoconfig.designers.base import RandomDesigner, SobolDesigner
 from plait_autoconfig.designers.optuna_samplers import OptunaGpDesigner, OptunaTpeDesigner
-from plait_autoconfig.designers.uninformed import RandomDesigner, SobolDesigner
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.space import Space

@@ -1,4 +1,4 @@
-"""plait's designer and Morphling's on small spaces: what they learn from a library, from trials, and from failures."""
+"""plait's designer on small spaces: what they learn from a library, from trials, and from failures."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait_autoconfig.designers.uninformed import GridDesigner
+from plait_autoconfig.designers.base import GridDesigner
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.loop import Proposals
 from plait_autoconfig.jobs.measurer import MeasurementKind

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from fakes.bench import measured
-from plait_autoconfig.designers.base import ServiceContext
-from plait_autoconfig.designers.uninformed import RandomDesigner
+from plait_autoconfig.designers.base import RandomDesigner, ServiceContext
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun

@@ -138,7 +138,7 @@ def documents(text: str, kind: str | None = None) -> list[dict]:
 @pytest.mark.parametrize("name", FILES)
 def test_manifests_are_the_golden_ones(render, monkeypatch, name):
     """Every change of what is rendered is seen in review; PLAIT_GOLDEN=write writes the files anew."""
-    monkeypatch.setattr("plait.offline.manifests.version", lambda _: "2.60.0")
+    monkeypatch.setattr("plait.offline.deploying.version", lambda _: "2.60.0")
     code, printed = render(FILES[name])
     assert code == 0, printed.err
     if os.environ.get("PLAIT_GOLDEN") == "write":

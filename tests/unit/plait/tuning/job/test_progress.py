@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from pydantic import TypeAdapter
 
-from plait.tuning.job.progress import headline, shown, time_breakdown
+from plait.tuning.job.local_run import headline, shown, time_breakdown
 from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.records import Record

@@ -74,11 +74,12 @@ def test_the_rate_of_the_objective_is_the_one_that_is_offered() -> None:
 
 
 def test_a_clone_serves_only_what_is_tuned() -> None:
-    """To this machine alone, without keys."""
-    settings = {"server.host": "0.0.0.0", "server.api_keys": [{"sha256": "0" * 64}]}
+    """To this machine alone, without keys; and what the job sets is set, in any script."""
+    settings = {"server.host": "0.0.0.0", "server.api_keys": [{"sha256": "0" * 64}], "images.loras.folder": "/🦀"}
     spec = job(target={"app": "images", "settings": settings})
     config = target_config(spec.target, live=False)
     assert (config.recommend, config.server.host, config.server.api_keys) == (None, "127.0.0.1", ())
+    assert config.images.loras.folder == Path("/🦀")
     assert target_config(spec.target, live=True).server.host == "0.0.0.0"
 
 

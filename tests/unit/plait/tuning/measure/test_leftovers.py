@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -51,37 +50,18 @@ def test_what_a_killed_clone_left_goes_when_the_next_one_comes(root: Path) -> No
     assert not (folder / "run.json").exists()
 
 
-def test_the_application_of_a_killed_clone_is_deleted_on_a_foreign_ray(root, monkeypatch):
-    """Only of dead owners, only on this Ray; our own note is there while the clone is, and gone afterwards."""
-    notes = root / "clones"
-    notes.mkdir()
-
-    def note(name: str, owner: ProcessId, address: str) -> None:
-        told = {"app": name, "address": address, "boot_id": processes.boot_id()}
-        told |= {"pid": owner.pid, "start_ticks": owner.start_ticks}
-        (notes / f"{name}.json").write_text(json.dumps(told))
-
-    note("dead", GONE, "1.2.3.4:5")
-    note("elsewhere", GONE, "9.9.9.9:9")
-    note("alive", processes.me(), "1.2.3.4:5")
-    (notes / "torn.json").write_text("{")
-    deleted: list[str] = []
+def test_a_clone_on_a_foreign_ray_is_an_application_of_its_own_there(root, monkeypatch):
+    """Below a path of its own; nothing else of that Ray is stopped."""
     stopped: list[bool] = []
-    cluster = SimpleNamespace(
-        gcs_address="1.2.3.4:5", delete=deleted.append, stop=lambda *, hurry: stopped.append(hurry)
-    )
+    cluster = SimpleNamespace(own_name="{}-02".format, stop=lambda *, hurry: stopped.append(hurry))
     monkeypatch.setattr(Cluster, "attach", lambda config, port: cluster)
     monkeypatch.setenv(processes.RUN_ID_VARIABLE, "")
     monkeypatch.setenv("PLAIT_LOG_PATH", "")
     clone = clone_in(root)
     clone.start(load_config(overrides=["ray.address=1.2.3.4:5"]), num_cpus=1)
-    assert deleted == ["dead"]
-    own = {path.stem for path in notes.glob("*.json")} - {"elsewhere", "alive", "torn"}
-    assert len(own) == 1
-    assert clone.prefix == f"/{clone.app}"
+    assert (clone.app, clone.prefix) == ("plait-trial-02", "/plait-trial-02")
     clone.close()
     assert stopped == [False]
-    assert {path.stem for path in notes.glob("*.json")} == {"elsewhere", "alive", "torn"}
 
 
 def live_note(owner: ProcessId, *, boot_id: str | None = None) -> RollbackNote:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -121,23 +120,16 @@ def test_a_job_is_taken_worked_on_and_told(desk, client):
     assert "All measurements" in page.text
 
 
-def test_a_job_tunes_the_server_that_it_was_sent_to(tmp_path, client):
-    """It is stored with the server's configuration as its target and the desk's library to learn from."""
-    store = JobStore.open(tmp_path / "jobs" / started(client))
-    path = store.folder / "server.yaml"
-    assert store.spec.target.config == str(path)
-    assert path.read_text() == CONFIG
-    assert store.spec.library == str(tmp_path / "jobs" / "library.journal")
-
-
-def test_a_job_keeps_tuning_what_it_was_sent_to(tmp_path, desk, client):
-    """Measurements of two configurations are not compared: one that is changed is that of the next jobs."""
-    first = started(client)
-    changed = CONFIG.replace("threads: 1", "threads: 2")
+def test_a_job_keeps_tuning_the_server_that_it_was_sent_to(tmp_path, desk, client):
+    """Stored with the server's configuration and the desk's library to learn from. Measurements of two configurations
+    are not compared: one that is changed is that of the next jobs."""
+    first, changed = started(client), CONFIG.replace("threads: 1", "threads: 2")
     desk.configure(JobQueueSettings(folder=tmp_path / "jobs", config=changed))
-    second = started(client)
-    targets = [JobStore.open(tmp_path / "jobs" / job_id).spec.target for job_id in (first, second)]
-    assert [Path(target.config).read_text() for target in targets] == [CONFIG, changed]
+    for job_id, config in ((first, CONFIG), (started(client), changed)):
+        store = JobStore.open(tmp_path / "jobs" / job_id)
+        path = store.folder / "server.yaml"
+        assert (store.spec.target.config, path.read_text()) == (str(path), config)
+        assert store.spec.library == str(tmp_path / "jobs" / "library.journal")
 
 
 # ---- events ----------------------------------------------------------------------------------------------------------
