@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from plait_kernels.device_errors import is_device_lost
+from plait_kernels.devices import is_device_lost
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.units import ImageJob, RequestPhase
