@@ -11,8 +11,7 @@ import torch
 
 from plait_serving.diffusion import prompt_syntax
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, word_ids
+from plait_serving.diffusion.families.unet.prompt import Chunk, PromptEncoder, PromptTokens, word_ids
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
 from support.bundles import load_bundle, texts_of

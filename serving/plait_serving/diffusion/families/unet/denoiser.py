@@ -34,8 +34,7 @@ from plait_serving.diffusion.families.unet.halves import (
     summed,
     time_embedding,
 )
-from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
+from plait_serving.diffusion.families.unet.prompt import PromptEncoder, PromptTokens
 from plait_serving.diffusion.families.unet.samplers import Sampler, sampler_of
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger

@@ -10,8 +10,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
 from plait_serving.diffusion.admission import ImageLimits, check_prompts
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import word_ids
+from plait_serving.diffusion.families.unet.prompt import PromptEncoder, word_ids
 from plait_serving.diffusion.values import PromptSyntax
 from support.bundles import load_bundle, texts_of
 from support.denoise import make_request, prepared
