@@ -74,19 +74,6 @@ class PromptTokens:
         for a text whose beginning alone has too many tokens."""
         return self._known.get((text, syntax), lambda: self._tokenize(text, syntax, param))
 
-    def size(self, request: ImageRequest, branches: int) -> RequestSize:
-        """Return what a request comes to; the negative prompt is read if there are 2 `branches`."""
-        prompt, negative = self.pair(request)
-        read = (prompt, negative) if branches == 2 else (prompt,)
-        count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
-        width, height, syntax = request.width, request.height, request.prompt_syntax
-        return RequestSize(
-            words={name: self.of(getattr(request, name) or "", syntax, param=name).words for name in _FIELDS},
-            chunks=len(read) * count,
-            shape=(width, height, branches),
-            row=RowKind(width * height, branches),
-        )
-
     def pair(self, request: ImageRequest) -> tuple[Tokens, Tokens]:
         """Return the tokens of a request's prompt and of its negative prompt."""
         return self._both(request, "prompt"), self._both(request, "negative_prompt")
@@ -161,7 +148,16 @@ class PromptEncoder:
         layers -= self._is_xl  # SDXL reads the layer before the last even without
         if request.clip_skip > layers:
             raise RequestError(f"this model's text encoders can leave out at most {layers} layers", param="clip_skip")
-        return self.tokens.size(request, self._branches(request))
+        branches, (prompt, negative) = self._branches(request), self.tokens.pair(request)
+        read = (prompt, negative) if branches == 2 else (prompt,)
+        count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
+        width, height, syntax = request.width, request.height, request.prompt_syntax
+        return RequestSize(
+            words={name: self.tokens.of(getattr(request, name) or "", syntax, param=name).words for name in _FIELDS},
+            chunks=len(read) * count,
+            shape=(width, height, branches),
+            row=RowKind(width * height, branches),
+        )
 
     def _branches(self, request: ImageRequest) -> int:
         """Return 2 if classifier-free guidance runs: above 1 (diffusers' rule), unless it is an input of the UNet."""
