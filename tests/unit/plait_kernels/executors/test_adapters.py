@@ -1,4 +1,4 @@
-"""Which layers take no factors, what their twin shares with a module, and when it is built; `test_difference` has layers
+"""Which layers take no factors, what their twin shares with a module, and when it is built; `test_difference` has those
 that do."""
 
 from __future__ import annotations

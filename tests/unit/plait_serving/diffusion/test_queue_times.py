@@ -1,4 +1,4 @@
-"""How long a tenant's first image takes behind another tenant's queue, and when there is room again: in virtual time."""
+"""How long a tenant's first image takes behind the queue of another, and when there is room again: in virtual time."""
 
 from __future__ import annotations
 
