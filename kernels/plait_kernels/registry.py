@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,14 +36,6 @@ class ImplInfo:
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str] | None = None
     compiled: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The chosen implementation; `passed_over` lists, best first, the better ones that did not fit, and why."""
-
-    impl: ImplInfo
-    passed_over: tuple[str, ...] = ()
 
 
 class KernelError(LookupError):
@@ -98,24 +91,21 @@ def select_impl(
     *,
     impls: Sequence[ImplInfo] = IMPLS,
     failure: Callable[[ImplInfo, str, torch.dtype], str | None] = trial_failure,
-) -> Selection:
-    """Return the implementation of `op` for a device type ("cpu", "cuda", ...) and a dtype.
+) -> tuple[ImplInfo, tuple[str, ...]]:
+    """Return the best implementation of `op` for a device type ("cpu", "cuda", ...) and a dtype, and, best first, the
+    better ones that did not fit, each with the reason.
 
-    `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the first that fits is
-    chosen. Pure but for `failure`, which looks at the machine.
+    `explicit` names the only one that will do. Raises `KernelError`, with the reasons, if none fits. Pure but for
+    `failure`, which looks at the machine.
     """
-    known = [impl for impl in impls if impl.op == op]
-    if explicit is not None:
-        known = [impl for impl in known if impl.name == explicit]
-        if not known:
-            raise KernelError(f"{op} has no implementation named {explicit!r}")
     passed_over: list[str] = []
-    for impl in known:
-        reason = _misfit(impl, device, dtype) or failure(impl, device, dtype)
-        if reason is None:
-            return Selection(impl=impl, passed_over=tuple(passed_over))
-        passed_over.append(f"{impl.name}: {reason}")
-    why = "; ".join(passed_over) or "the operator is unknown"
+    for impl in impls:
+        if impl.op == op and explicit in (None, impl.name):
+            reason = _misfit(impl, device, dtype) or failure(impl, device, dtype)
+            if reason is None:
+                return impl, tuple(passed_over)
+            passed_over.append(f"{impl.name}: {reason}")
+    why = "; ".join(passed_over) or f"{explicit or 'the operator'} is unknown"
     raise KernelError(f"no implementation of {op} for {dtype} on {device} ({why})")
 
 
@@ -133,10 +123,9 @@ def load(op: str, device: str, dtype: torch.dtype, explicit: str | None = None) 
 
     Every outcome is logged once: which was chosen, and which better ones were passed over and why.
     """
-    selection = select_impl(op, device, dtype, explicit)
-    level = logging.WARNING if selection.passed_over else logging.INFO
-    passed_over = f" (not {'; '.join(selection.passed_over)})" if selection.passed_over else ""
-    _log.log(level, "%s on %s/%s runs as %s%s", op, device, dtype, selection.impl.name, passed_over)
-    module, _, function = selection.impl.entry.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    impl, others = select_impl(op, device, dtype, explicit)
+    passed_over = f" (not {'; '.join(others)})" if others else ""
+    level = logging.WARNING if others else logging.INFO
+    _log.log(level, "%s on %s/%s runs as %s%s", op, device, dtype, impl.name, passed_over)
+    loaded: Callable[..., Any] = pkgutil.resolve_name(impl.entry)
     return loaded

@@ -134,7 +134,7 @@ def client(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[ControlNetC
 
 
 _ask = kit.make_ask
-EVERYWHERE = pytest.mark.parametrize("client", ["local", "placed", "shm", "tcp"], indirect=True)
+EVERYWHERE = pytest.mark.parametrize("client", ["local", "placed", "shm"], indirect=True)
 
 
 def _answers(client: ControlNetClient, ask: kit.ControlCase, session: ControlSession) -> list[Residuals | EngineError]:

@@ -56,15 +56,6 @@ def test_sdxl_in_company_equals_diffusers(sdxl):
     assert ulps(ours, reference(asked)) <= IN_COMPANY
 
 
-def test_the_same_seed_gives_the_same_picture_after_other_loras(sdxl):
-    """Merging and restoring leaves nothing behind: the bare model gives the same bits before and after."""
-    probe, _ = sdxl
-    (before,) = probe.latents(ask(31, scheduler=Scheduler.EULER_A))
-    probe.latents(ask(32, loras=BOTH_LORAS), ask(33, loras=BOTH_LORAS[1:]))
-    (after,) = probe.latents(ask(31, scheduler=Scheduler.EULER_A))
-    assert torch.equal(before, after)
-
-
 @pytest.mark.parametrize("model", ["sd", "sdxl"])
 def test_without_guidance_and_of_another_size_equals_diffusers(model, request):
     """Two images of one branch, and one that is no square; each with a ControlNet."""

@@ -18,10 +18,8 @@ import pytest
 import torch
 
 from plait_kernels.executors import openvino_executor
-from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families import preparation
 from plait_serving.diffusion.families.preparation import Preparer
-from plait_serving.diffusion.knobs import Exact, ExecutorName
+from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.values import Edit, Event, Progress
 from support.closeness import EQUAL, ulps
 from support.denoise import control_image, max_difference
@@ -164,26 +162,6 @@ def test_an_inpainting_unet_runs_on_programs(tmp_path):
             assert 0 < max_difference(ours, models.reference(one)) < CLOSE
 
 
-def test_without_the_package_torch_serves(converted, monkeypatch):
-    """`auto` runs on torch, with the pipeline's bits; `openvino` by name is a `ModelError` that says why."""
-    monkeypatch.setattr(preparation, "available", lambda: False)
-    with converted.started(converts=True) as probe:
-        assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
-        assert probe.engine.pool.prepared == frozenset()
-    refused = "executor: openvino cannot be used: the package openvino is not installed"
-    with pytest.raises(ModelError, match=refused), converted.started(executor=ExecutorName.OPENVINO):
-        pass
-
-
-def test_openvino_by_name_needs_a_dtype_that_it_computes_in(converted):
-    """float16 on a CPU: refused by name, torch otherwise."""
-    refused = "in float32 or bfloat16, not in float16"
-    with pytest.raises(ModelError, match=refused), converted.started(executor=ExecutorName.OPENVINO, dtype="float16"):
-        pass
-    with converted.started(dtype="float16", converts=True) as probe:
-        assert probe.engine.pool.prepared == frozenset()
-
-
 def test_a_conversion_that_is_not_equal_is_not_used(fresh, caplog, monkeypatch):
     """A warning for each part says that torch runs it and why; torch serves its bits, nothing stays in the store."""
     monkeypatch.setattr(openvino_executor, "TOLERANCE", {"float32": 0.0})
@@ -231,11 +209,3 @@ def test_a_store_that_cannot_be_written_costs_no_image(fresh, caplog):
             wait_threads("plait-prepare")
             assert torch.equal(probe.latents(PLAIN)[0], fresh.reference(PLAIN))
     assert "runs on torch" in caplog.text
-
-
-def test_a_take_over_that_fails_costs_no_image(converted, monkeypatch):
-    """What goes wrong between two steps is logged; the engine goes on with torch."""
-    without_unet(monkeypatch)
-    with converted.started() as probe:
-        probe.engine.between_steps(lambda: 1 / 0)
-        assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftMixedModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.values import LoraRef, RgbImage, Scheduler
-from support.denoise import make_request
+from plait_serving.diffusion.values import LoraRef
 from support.loras import snapshot, write
 
 torch.set_num_threads(1)
@@ -117,12 +111,11 @@ def check(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None
         assert key.endswith("bias") or float((value - bare[key]).abs().max()) > 1000 * CLOSE, key
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.6, -1.3])
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_an_adapter_of_pefts(tmp_path, kind, scale):
-    """A folder as PEFT saves it gives PEFT's weights, at every scale."""
+def test_an_adapter_of_pefts(tmp_path, kind):
+    """A folder as PEFT saves it gives PEFT's weights, also to be subtracted."""
     folder = adapter(kind, tmp_path / "one")
-    check(ours({"one": read(folder)}, {"one": scale}), theirs({"one": folder}, {"one": scale}))
+    check(ours({"one": read(folder)}, {"one": -1.3}), theirs({"one": folder}, {"one": -1.3}))
 
 
 @pytest.mark.parametrize("kind", list(KOHYA_ALPHA))
@@ -171,38 +164,3 @@ def test_a_dora_beside_others(tmp_path, order):
     folders = {name: adapter(made[name][0], tmp_path / name, made[name][1]) for name in order}
     scales = dict(zip(order, (0.7, 1.1), strict=True))
     check(ours({name: read(folder) for name, folder in folders.items()}, scales), theirs(folders, scales))
-
-
-def test_a_request_that_moves_biases(tmp_path, tiny_sd_folder):
-    """Through the engine: `diff_b` of UNet and text encoder give the image of diffusers' pipeline with these biases."""
-    pipe = StableDiffusionPipeline.from_pretrained(tiny_sd_folder, local_files_only=True)
-    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-    pipe.set_progress_bar_config(disable=True)
-
-    def theirs() -> RgbImage:
-        made = pipe(
-            "red apple", width=32, height=32, num_inference_steps=3, guidance_scale=4.0,
-            generator=torch.Generator().manual_seed(3), output_type="np",
-        )  # fmt: skip
-        return (made.images[0] * 255).round().astype(np.uint8)
-
-    wanted, tensors = [theirs()], {}
-    for part in ("unet", "text_encoder"):
-        for seed, (name, value) in enumerate(getattr(pipe, part).named_parameters()):
-            if name.endswith(".bias"):
-                change = 0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
-                tensors[f"{part}.{name.removesuffix('.bias')}.diff_b"] = change
-                value.data += 0.7 * change
-    wanted.append(theirs())
-    write(tmp_path / "biased.safetensors", tensors)
-    settings = EngineSettings(
-        model=tiny_sd_folder, lora_source=FolderSource(tmp_path), knobs=EngineKnobs(threads=1), converts=False
-    )
-    engine = build_engine(settings)
-    asked = make_request(prompt="red apple", steps=3, guidance_scale=4.0, seed=3, scheduler=Scheduler.EULER)
-    biased = replace(asked, loras=(LoraRef(name="biased", scale=0.7),))
-    found = [engine.generate(one, timeout_s=60).images[0] for one in (asked, biased)]
-    engine.stop(drain_s=0)
-    for ours, other in zip(found, wanted, strict=True):
-        assert np.abs(ours.astype(int) - other.astype(int)).max() <= 2
-    assert np.abs(found[0].astype(int) - found[1].astype(int)).max() > 20

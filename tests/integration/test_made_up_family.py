@@ -135,23 +135,6 @@ def test_its_loras_act(client: TestClient, section: ImagesSection, tmp_path: Pat
     assert np.abs(changed.astype(int) - drawn(client).astype(int)).max() > 8
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"negative_prompt": "green"}, "negative_prompt"),
-        ({"scheduler": "ddim"}, "scheduler"),
-        ({"size": "30x32"}, "size"),
-        ({"loras": [{"name": "none"}]}, "loras.0.name"),
-    ],
-)
-def test_what_it_does_not_understand_is_refused_by_field(
-    client: TestClient, fields: dict[str, Any], param: str
-) -> None:
-    """By the name of the field."""
-    answer = client.post("/v1/images/generations", json={**ASKED, "seed": 3, **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) in {(400, param), (404, param)}
-
-
 def test_an_edit_is_refused_by_its_image(client: TestClient) -> None:
     """It starts from noise only."""
     image = client.post("/v1/images/generations", json={**ASKED, "seed": 3}).json()["data"][0]["b64_json"]

@@ -27,7 +27,7 @@ EPS32 = 1.2e-7
 
 def chosen_on_a_gpu(op: str, dtype: torch.dtype) -> str:
     """The name of the form that the registry gives a GPU on which everything runs."""
-    return select_impl(op, "cuda", dtype, failure=lambda *_: None).impl.name
+    return select_impl(op, "cuda", dtype, failure=lambda *_: None)[0].name
 
 
 fuzz = settings(

@@ -19,7 +19,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.order import Downstream, Item, WaitQueue, too_late
 from plait_disagg.queue.pace import Pace
 from plait_disagg.request_log import on_behalf_of
-from plait_kernels.device_errors import is_device_lost
+from plait_kernels.devices import is_device_lost
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import pin_to_cores, set_threads
 

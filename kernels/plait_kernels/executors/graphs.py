@@ -23,8 +23,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from plait_kernels.device_errors import is_device_lost, is_out_of_memory
-from plait_kernels.devices import empty_cache, free_bytes
+from plait_kernels.devices import empty_cache, free_bytes, is_device_lost, is_out_of_memory
 from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from plait_bench.gpu.denoisers import COMPILES_S, drawn_module
 from plait_bench.gpu.rows import GpuRun
-from plait_serving.diffusion.families.flow.bundle import FlowBundle
+from plait_serving.diffusion.families.flow.denoiser import FlowBundle
 from plait_serving.diffusion.families.flow.schedules import Schedules
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.families.flux.denoiser import FluxDenoiser, packed, positions_of, unpacked

@@ -11,7 +11,7 @@ import torch
 from plait_kernels.devices import is_gpu
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import one_thread, set_threads
-from plait_serving.diffusion.queue.turns import TurnQueue
+from plait_serving.diffusion.queue.shares import TurnQueue
 from plait_serving.diffusion.values import RgbImage
 
 

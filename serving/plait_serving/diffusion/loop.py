@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from plait_kernels.device_errors import is_out_of_memory
+from plait_kernels.devices import is_out_of_memory
 from plait_kernels.executors.graphs import capture_waiting, give_up
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from plait_disagg.request_log import on_behalf_of
-from plait_kernels.device_errors import is_out_of_memory
+from plait_kernels.devices import is_out_of_memory
 from plait_kernels.executors.graphs import give_back
 from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.decoding import to_rgb

@@ -6,6 +6,7 @@ The others have theirs beside their tests, with Triton's interpreter among the f
 from __future__ import annotations
 
 import math
+import pkgutil
 
 import torch
 from hypothesis import given
@@ -15,14 +16,14 @@ from torch.nn import functional as F
 
 from plait_kernels.executors import Computation
 from plait_kernels.executors.adapters import Twin
-from plait_kernels.lora_merge import MergeOp, Term
-from plait_kernels.registry import IMPLS, load
+from plait_kernels.lora_merge import Term
+from plait_kernels.registry import IMPLS
 from suites.operators import ROUNDING, fuzz
 
 torch.set_num_threads(1)
 
-MERGES = [impl.name for impl in IMPLS if impl.op == "lora_merge"]
-LOOKUPS = [impl.name for impl in IMPLS if impl.op == "int8_lookup"]
+MERGES = {impl.name: pkgutil.resolve_name(impl.entry) for impl in IMPLS if impl.op == "lora_merge"}
+LOOKUPS = {impl.name: pkgutil.resolve_name(impl.entry) for impl in IMPLS if impl.op == "int8_lookup"}
 SIDES = st.integers(0, 9)
 
 
@@ -46,7 +47,8 @@ def gapped(value: torch.Tensor) -> torch.Tensor:
     st.booleans(),
 )
 def test_merges_do_not_differ(shape, ranks, dtype, has_gaps):
-    """Any shape, rank 0, no term, nothing at all, weights and factors with gaps: one rounding from fp64."""
+    """Any shape, rank 0, no term, nothing at all, weights and factors with gaps: one rounding from fp64. Address and
+    strides stay: compiled graphs and other holders of the tensor see the merge. The pristine weight stays, too."""
     width = math.prod(shape[1:])
     lay = gapped if has_gaps else torch.Tensor.contiguous
     terms = [
@@ -57,10 +59,13 @@ def test_merges_do_not_differ(shape, ranks, dtype, has_gaps):
     products = [term.c * (term.up.double() @ term.down.double()) for term in terms]
     wanted = pristine.double() + sum(products, torch.zeros(shape[0], width, dtype=torch.float64)).reshape(shape)
     scale = max([1.0, *(float(one.abs().max()) for one in (wanted, *products) if one.numel())])
-    for name in MERGES:
-        op: MergeOp = load("lora_merge", "cpu", dtype, name)
+    kept = pristine.clone()
+    for name, op in MERGES.items():
         weight = lay(torch.full(shape, math.nan, dtype=dtype))
+        place = weight.data_ptr(), weight.stride()
         op(weight, pristine, terms)
+        assert (weight.data_ptr(), weight.stride()) == place
+        assert torch.equal(pristine, kept)
         if weight.numel():
             assert float((weight.double() - wanted).abs().max()) <= 2 * ROUNDING[dtype] * scale, name
 
@@ -81,8 +86,8 @@ def test_lookups_do_not_differ(rows, width, sizes, weighted, seed):
     wanted = torch.stack([part.sum(0) for part in floats.split(sizes)]) if sizes else floats.new_zeros(0, width)
     used = torch.ones(len(ids)) if weights is None else weights
     bound = 2.0**-20 * 50 * (1 + float(used.abs().sum()))  # no value is beyond 50
-    for name in LOOKUPS:
-        found = load("int8_lookup", "cpu", torch.float32, name)(table, ids, offsets, weights)
+    for name, op in LOOKUPS.items():
+        found = op(table, ids, offsets, weights)
         assert (found.shape, found.dtype) == (wanted.shape, torch.float32)
         assert not found.numel() or float((found.double() - wanted).abs().max()) <= bound, name
 

@@ -21,7 +21,7 @@ from plait_fabric import Listener, Message
 from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
-from plait_kernels.device_errors import is_device_lost
+from plait_kernels.devices import is_device_lost
 from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads

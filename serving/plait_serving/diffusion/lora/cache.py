@@ -26,7 +26,7 @@ from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.cache_policy import CachePolicy, Key
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
-from plait_serving.diffusion.queue.turns import TurnQueue
+from plait_serving.diffusion.queue.shares import TurnQueue
 from plait_serving.diffusion.values import Tenant
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from plait_kernels.device_errors import is_out_of_memory
-from plait_kernels.devices import synchronize
+from plait_kernels.devices import is_out_of_memory, synchronize
 from plait_kernels.lora_merge import MergeOp, Term, is_finite
 from plait_kernels.registry import load
 from plait_serving.diffusion.errors import LoraError, OutOfMemory

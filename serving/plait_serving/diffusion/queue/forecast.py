@@ -22,7 +22,6 @@ import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -37,46 +36,28 @@ _KEPT = 31
 K = TypeVar("K", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
-    """What decides how long a row's step takes: its kind, and what ControlNets add to its work, as a share."""
-
-    row: RowKind
-    controls: float
-
-    @property
-    def work(self) -> float:
-        """Its work relative to others, roughly."""
-        return self.row.work * (1.0 + self.controls)
-
-    @classmethod
-    def of(cls, size: RequestSize) -> StepKind:
-        """Return the kind of most of a request's steps."""
-        return cls(size.row, size.controls)
-
-
 class WorkForecast:
     """The charges of the newest requests. Thread-safe: requests are weighed on the threads of their callers."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._steps: _Charges[StepKind] = _Charges(lambda kind: kind.work)
+        self._steps: _Charges[tuple[RowKind, float]] = _Charges(lambda kind: kind[0].work * (1.0 + kind[1]))
         self.encodes, self.sources, self.decodes = (_Charges[int](float) for _ in range(3))
         """Seconds by kind: of a chunk of a prompt, all of kind 1, and by their pixels of the image that an edit starts
         from and of an image that is decoded."""
 
     def charged_step(self, size: RequestSize, row_s: float) -> None:
         """Record that a step charged `row_s` seconds for each row of such a request."""
-        self._steps.add(StepKind.of(size), row_s)
+        self._steps.add((size.row, size.controls), row_s)
 
     def work_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the compute-seconds that a request will be charged."""
-        row_s = self._steps.expected(StepKind.of(size))
+        row_s = self._steps.expected((size.row, size.controls))
         return request.calls * request.n * size.rows * row_s + self._ends_s(request, size)
 
     def guess_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return about how many compute-seconds a request takes, whatever the size of those that were measured."""
-        row_s = self._steps.expected(StepKind.of(size), is_guess=True)
+        row_s = self._steps.expected((size.row, size.controls), is_guess=True)
         image_s = self.decodes.expected(request.width * request.height, is_guess=True)
         return request.n * (request.calls * size.rows * row_s + image_s)
 

@@ -1,4 +1,5 @@
-"""Whose turn it is on the compute thread: weighted fair sharing of its seconds between tenants.
+"""Whose turn it is. `TenantShares`: on the compute thread, by weighted fair sharing of its seconds between tenants.
+`TurnQueue`: elsewhere, where each tenant's next item comes in turn.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with a step as the packet and its measured seconds as the
 length. Each tenant has a virtual time v: the compute-seconds that it used, divided by its weight. The tenant with the
@@ -10,10 +11,14 @@ not saved up. Over any time a tenant gets at most its share and the credit.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from plait_serving.diffusion.values import Tenant
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +89,31 @@ class TenantShares:
         forgotten_s = self._floor_s - self._longest_credit_s
         self._virtual_s = {n: v for n, v in self._virtual_s.items() if n in self._present or v > forgotten_s}
         self._shares_from_s = {n: v for n, v in self._shares_from_s.items() if n in self._virtual_s}
+
+
+class TurnQueue(Generic[T]):
+    """Tenants take turns: one item of each, the items of one tenant in their order. Thread-safe.
+
+    An item waits for at most one of each other tenant, beside those of its own before it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[T]] = {}
+
+    def put(self, tenant: str, item: T) -> None:
+        """Add an item of a tenant, by name."""
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(item)
+
+    def take(self) -> tuple[str, T] | None:
+        """Remove the next item and return it with its tenant; None if there is none. Its tenant then goes last."""
+        with self._lock:
+            tenant = next(iter(self._waiting), None)
+            if tenant is None:
+                return None
+            items = self._waiting.pop(tenant)
+            item = items.popleft()
+            if items:
+                self._waiting[tenant] = items
+            return tenant, item

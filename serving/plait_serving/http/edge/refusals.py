@@ -2,7 +2,7 @@
 ingress, and before it by Serve's proxy, which repeats a refusal while it stands.
 
 An engine's refusal costs calls into its process, whose interpreter is busy with images. Whether a tenant's queue has
-room does not depend on the request (`queue/bounds.py`), and it has none again for `retry_after_s`. When the moment is
+room does not depend on the request (`request_registry`), and it has none again for `retry_after_s`. When the moment is
 over a few requests find out whether there is room, and more and more while none of them is refused for as long as
 refusals took: if all that come in the meantime went along, each of them would wait for the refusal of each other.
 

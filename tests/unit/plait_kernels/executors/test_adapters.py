@@ -1,12 +1,17 @@
-"""Which layers take no factors, and what their twin shares with a module; `test_difference` has those that do."""
+"""Which layers take no factors, what their twin shares with a module, and when it is built; `test_difference` has those
+that do."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
 from torch import nn
 
+from plait_kernels.executors import MODULES
 from plait_kernels.executors.adapters import Twin, adapted_layer, flat_factors
+from plait_kernels.executors.torch_program import TorchProgram
 from support.executors import small_block, small_computation
 
 
@@ -39,3 +44,24 @@ def test_a_twin_shares_the_parameters_and_leaves_the_module_alone(dtype):
     before = twin(*example, *none)[0]
     block.point.weight.mul_(2)
     assert not torch.equal(twin(*example, *none)[0], before)
+
+
+def test_a_twin_is_not_built_while_another_thread_loads(monkeypatch):
+    """While the lock is held, parameters land on the meta device, as in libraries' loaders; the twin's do not."""
+    computation, built, register = small_computation(small_block()), [], nn.Module.register_parameter
+
+    def to_meta(module, name, parameter):
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+
+    def load() -> None:
+        with MODULES, monkeypatch.context() as patched:
+            patched.setattr(nn.Module, "register_parameter", to_meta)
+            other.start()
+            other.join(0.3)
+
+    loader = threading.Thread(target=load)
+    other = threading.Thread(target=lambda: built.append(TorchProgram(computation)))
+    loader.start()
+    loader.join()
+    other.join()
+    assert built[0].run(computation.example)[0].device == torch.device("cpu")

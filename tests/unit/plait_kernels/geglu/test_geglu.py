@@ -7,7 +7,7 @@ import torch
 from diffusers.models.activations import GEGLU
 from hypothesis import given
 
-from plait_kernels.registry import KernelError, load
+from plait_kernels.registry import load
 from suites.operators import check_geglu, chosen_on_a_gpu, fuzz, geglu_inputs
 
 pytest.importorskip("triton", reason="needs triton: make setup-kernels")
@@ -61,9 +61,7 @@ def test_every_form_is_the_formula(x):
 
 
 def test_the_registry_gives_a_cpu_the_reference():
-    """Triton is a GPU's; asked for on a CPU it is refused, with the reason."""
+    """Triton is a GPU's."""
     assert load("geglu", "cpu", torch.float32) is reference.geglu
     assert chosen_on_a_gpu("geglu", torch.float16) == "triton"
     assert chosen_on_a_gpu("geglu", torch.float64) == "reference"
-    with pytest.raises(KernelError, match="triton: does not run on cpu"):
-        load("geglu", "cpu", torch.float32, "triton")

@@ -281,6 +281,14 @@ def test_a_dying_compute_thread_fails_its_requests(rig):
     assert not built.engine.alive
 
 
+def test_what_fails_between_two_steps_costs_no_image(rig, caplog):
+    """A take-over by programs, for example: it is logged, and the engine goes on."""
+    built = rig()
+    built.engine.between_steps(lambda: 1 / 0)
+    assert built.ask().result().images
+    assert "ZeroDivisionError" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("change", "param", "kind"),
     [

@@ -11,8 +11,9 @@ from fakes.engine import key_of, size_of
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.queue.costs import StepCosts
-from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
+from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
+from plait_serving.diffusion.request_terms import RowKind
 from plait_serving.diffusion.values import Edit, ImageRequest
 from support.engine import request
 
@@ -60,8 +61,8 @@ def test_of_three_thousand_kinds_of_groups_a_thousand_costs_are_kept() -> None:
 
 def test_a_forecast_looks_at_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """At none but its own where that is known; else at what a search by work meets, of a thousand."""
-    looked_at, work = [], StepKind.work.fget
-    monkeypatch.setattr(StepKind, "work", property(lambda kind: looked_at.append(kind) or work(kind)))
+    looked_at, work = [], RowKind.work.fget
+    monkeypatch.setattr(RowKind, "work", property(lambda kind: looked_at.append(kind) or work(kind)))
     forecast = WorkForecast(StepCosts())
     asked = [request(width=8 * (i + 1), height=8, steps=1) for i in range(3_000)]
     for one in asked:

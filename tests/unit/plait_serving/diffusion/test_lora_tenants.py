@@ -165,17 +165,6 @@ def test_no_tenant_holds_more_than_its_share_while_another_waits_for_its_own(wor
     assert min(held["flood"] for held in both) >= 3
 
 
-def test_shares_go_by_weight(world):
-    """Of seven, a tenant of weight six has six."""
-    heavy, light = Tenant(name="heavy", weight=6.0), Tenant(name="light", weight=1.0)
-    for i in range(7):
-        world.send(f"light-{i}", light, (LoraRef(name=f"a{i}"),), steps=100)
-    world.at[10] = lambda: [world.send(f"heavy-{i}", heavy, (LoraRef(name=f"b{i}"),), steps=100) for i in range(7)]
-    world.wait("heavy-0")
-    held = world.seen[25][0]
-    assert (held["light"], held["heavy"]) == (1, 6)
-
-
 def test_a_set_larger_than_its_share_has_its_turns_beside_one_that_never_stops(world):
     """Seven of seven LoRAs beside a tenant that always has one in use: neither waits for ever, and who holds a seventh
     has the more time."""

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from plait_serving.diffusion import prompt_syntax
-from plait_serving.diffusion.admission import check_takes
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, word_ids
+from plait_serving.diffusion.families.unet.prompt import Chunk, PromptEncoder, PromptTokens, word_ids
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
 from support.bundles import load_bundle, texts_of
 from support.denoise import make_request, prepared
-from support.families import opened
 
 A1111 = PromptSyntax.A1111
 
@@ -265,14 +262,3 @@ def test_breaks_count_as_words(case):
     _, encoder = case
     size = encoder.size(make_request(prompt="a BREAK " * 30, prompt_syntax=A1111, guidance_scale=1.0))
     assert (size.words["prompt"], size.chunks) == (29 * 75 + 1, 30)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"prompt_2": "a"}, {"negative_prompt_2": "a"}, {"original_size": (8, 8)}, {"crop": (1, 0)}]
-)
-def test_other_families_have_no_second_prompts_or_sizes(tiny_sd_folder, fields):
-    """They are refused by name, not dropped."""
-    terms = opened(tiny_sd_folder).terms
-    with pytest.raises(RequestError, match="SDXL") as caught:
-        check_takes(make_request(**fields), terms)
-    assert caught.value.param in fields

@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,10 +20,10 @@ from plait_kernels.attention import FasterAttention, pays
 from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_kernels.executors.adapters import plus_factors
 from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.families.bundle import Bundle
 from plait_serving.diffusion.families.encoders import Call, EncodedText, TextEncoders
 from plait_serving.diffusion.families.factors import FactorStore
-from plait_serving.diffusion.families.flow.bundle import FlowBundle
-from plait_serving.diffusion.families.flow.schedules import FlowSampler
+from plait_serving.diffusion.families.flow.schedules import FlowSampler, Schedules
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.families.rows import BatchLayout, Rows, guided_outputs
 from plait_serving.diffusion.lora.merge import Merger
@@ -31,6 +32,26 @@ from plait_serving.diffusion.protocols import EncodedImage, Encoding, SafetyChec
 from plait_serving.diffusion.values import ImageRequest
 
 _COMPONENT = "transformer"
+_PATCH = 2
+"""A token is two by two latents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlowBundle(Bundle):
+    """The parts of one model, and what its scheduler makes of requests."""
+
+    denoiser: ClassVar[str] = _COMPONENT
+
+    schedules: Schedules
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Along an edge: widths and heights must be multiples of this."""
+        return _PATCH * self.vae_factor
+
+    def tokens(self, width: int, height: int) -> int:
+        """Return how many tokens an image of so many pixels is."""
+        return (width // self.pixels_per_token) * (height // self.pixels_per_token)
 
 
 class FlowDenoiser(ABC):

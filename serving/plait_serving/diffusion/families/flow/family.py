@@ -1,4 +1,8 @@
-"""What is known of a Stable Diffusion 3 or FLUX.1 folder without its weights, and what brings those into memory."""
+"""What is known of a Stable Diffusion 3 or FLUX.1 folder without its weights, and what brings those into memory.
+
+Anything that could silently make wrong images (missing weights, a transformer with inputs of another kind, quantized
+weights) is a `ModelError` that names the file and the reason.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ from transformers import T5EncoderModel
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.families.flow.bundle import FlowBundle, refuse_fp8, refuse_quantized
-from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
+from plait_serving.diffusion.families.flow.denoiser import FlowBundle, FlowDenoiser
 from plait_serving.diffusion.families.flow.schedules import Schedules
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.knobs import Exact, ExecutorName
@@ -65,11 +68,11 @@ class FlowFamily(Family):
         path = folder / "scheduler" / "scheduler_config.json"
         schedules = Schedules.of(read_json(path), path, even=self.even)
         for part in kinds:
-            refuse_quantized(folder / part / "config.json")
+            _refuse_quantized(folder / part / "config.json")
         # T5 in float16 clips, and makes other images.
         wide = frozenset(part for part in kinds if kinds[part] is T5EncoderModel and self.dtype is torch.float16)
         bundle = FlowBundle.outline(folder, kinds, wide, dtype=self.dtype, device=self.device, schedules=schedules)
-        refuse_fp8(bundle)
+        _refuse_fp8(bundle)
         return bundle
 
     def check_widths(self, *, channels: int, pooled: int, text: int | None) -> None:
@@ -120,3 +123,21 @@ class FlowFamily(Family):
             row=RowKind(length + sum(self.outline.tokens(*size) for size in pixels)),
             rows=rows,
         )
+
+
+def _refuse_quantized(path: Path) -> None:
+    """Raise `ModelError` for a configuration of quantized weights, by the method's name."""
+    method = read_json(path).get("quantization_config")
+    if method:
+        name = method.get("quant_method", "") if isinstance(method, dict) else method
+        raise ModelError(f"{path}: weights quantized by {name} are not supported; F16, BF16 and F32 are")
+
+
+def _refuse_fp8(bundle: FlowBundle) -> None:
+    """Raise `ModelError` for weights in fp8, by the name of one."""
+    for part in bundle.parts.values():
+        for name, (file, info) in part.files.tensors.items():
+            if info.dtype.startswith("F8"):
+                raise ModelError(
+                    f"{file}: {name} is {info.dtype}: an fp8 checkpoint is not supported; F16, BF16 and F32 are"
+                )

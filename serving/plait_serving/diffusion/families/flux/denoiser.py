@@ -11,8 +11,7 @@ from PIL import Image
 from plait_serving.diffusion.edits import to_pixels
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.encoders import Call, EncodedText, Outputs, TextEncoding
-from plait_serving.diffusion.families.flow.bundle import FlowBundle
-from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
+from plait_serving.diffusion.families.flow.denoiser import FlowBundle, FlowDenoiser
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.families.rows import Rows
 from plait_serving.diffusion.protocols import Conditioning, Encoding

@@ -19,8 +19,7 @@ from diffusers import ControlNetModel
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from plait_kernels.device_errors import is_device_lost, is_out_of_memory
-from plait_kernels.devices import is_gpu
+from plait_kernels.devices import is_device_lost, is_gpu, is_out_of_memory
 from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back, graph_memory
 from plait_serving.diffusion.controlnet.sessions import Constants, batch_key, check_image

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -20,11 +21,11 @@ from plait_serving.diffusion.families.rows import (
     guidance_embedding,
     guided_outputs,
     in_groups,
+    own_rows,
     with_extra,
 )
 from plait_serving.diffusion.families.unet.bundle import UNetBundle, safety_of
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
-from plait_serving.diffusion.families.unet.controls import control_answers
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.families.unet.halves import (
     EncoderOutput,
@@ -33,13 +34,20 @@ from plait_serving.diffusion.families.unet.halves import (
     summed,
     time_embedding,
 )
-from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
+from plait_serving.diffusion.families.unet.prompt import PromptEncoder, PromptTokens
 from plait_serving.diffusion.families.unet.samplers import Sampler, sampler_of
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
-from plait_serving.diffusion.protocols import EncodedImage, Encoding, Residuals, StepCall
+from plait_serving.diffusion.protocols import (
+    Answers,
+    ControlCall,
+    ControlNetClient,
+    EncodedImage,
+    Encoding,
+    Residuals,
+    StepCall,
+)
 from plait_serving.diffusion.values import ImageRequest
 
 
@@ -147,7 +155,7 @@ class UNetDenoiser:
         layout = BatchLayout.of([call.conditioning for call in calls])
         rows = Rows.of(calls, layout)
         fused = self._fuses()
-        with control_answers(calls, rows.sample, layout, exact=compiled is None and not fused) as answers:
+        with _control_answers(calls, rows.sample, layout, exact=compiled is None and not fused) as answers:
             half, decode = self._encode(calls, rows, layout, compiled)
             errors = [_apply(half, layout, k, parts) for k, parts in enumerate(answers())]
         with self._threads(compiled):
@@ -198,6 +206,44 @@ class UNetDenoiser:
             return None
         width = int(self.bundle.config["time_cond_proj_dim"])
         return guidance_embedding(scales, width, self.bundle.dtype, self.bundle.device)
+
+
+@contextmanager
+def _control_answers(
+    calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, *, exact: bool
+) -> Iterator[Callable[[], list[list[Residuals | EngineError]]]]:
+    """Send one step's questions to all ControlNets, those to one of them as one batch, before the answers are computed.
+    `sample (R, c, h, w)`.
+
+    Inside, call what this gives once: it waits, and returns per request what each of its ControlNets answered, in list
+    order; one that fails a request fails that request only. Answers still in flight at the end are waited for and
+    dropped: none may arrive in a later step.
+    """
+    # A question's place: its request, and its position in that request's list.
+    questions: dict[ControlNetClient, dict[tuple[int, int], ControlCall]] = defaultdict(dict)
+    for k, call in enumerate(calls):
+        rows = own_rows(sample, layout, k) if call.controls else sample
+        for i, control in enumerate(call.controls):
+            questions[control.client][k, i] = ControlCall(
+                session=control.session, sample=rows, timestep=call.timestep, scale=control.scale, exact=exact
+            )
+    waiting: list[tuple[list[tuple[int, int]], Answers]] = []
+    found: dict[tuple[int, int], Residuals | EngineError] = {}
+
+    def answers() -> list[list[Residuals | EngineError]]:
+        while waiting:
+            places, wait = waiting.pop(0)
+            found.update(zip(places, wait(), strict=True))
+        return [[found[k, i] for i in range(len(call.controls))] for k, call in enumerate(calls)]
+
+    try:
+        for client, asked in questions.items():
+            waiting.append((list(asked), client.start(list(asked.values()))))
+        yield answers
+    finally:
+        for _, wait in waiting:
+            with suppress(Exception):
+                wait()
 
 
 def _apply(

@@ -22,8 +22,7 @@ from plait_serving.diffusion.families.unet.computations import decoder_computati
 from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
-from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
+from plait_serving.diffusion.families.unet.prompt import PromptEncoder, PromptTokens
 from plait_serving.diffusion.families.unet.samplers import samplers_of
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host

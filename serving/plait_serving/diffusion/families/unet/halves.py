@@ -28,7 +28,7 @@ class EncoderOutput:
     def add(self, rows: Sequence[slice], residuals: Residuals) -> None:
         """Add one request's residuals to its rows, in place; `rows` are in the residuals' order."""
         done = 0
-        for part in _adjacent(rows):
+        for part in rows:
             here = slice(done, done + part.stop - part.start)
             targets = [target[part] for target in (*self.skips, self.sample)]
             torch._foreach_add_(targets, [residual[here] for residual in (*residuals.down, residuals.mid)])
@@ -44,17 +44,6 @@ def summed(one: Residuals, other: Residuals) -> Residuals:
     """Return the sum of two ControlNets' residuals."""
     *down, mid = torch._foreach_add([*one.down, one.mid], [*other.down, other.mid])
     return Residuals(down=tuple(down), mid=mid)
-
-
-def _adjacent(rows: Sequence[slice]) -> list[slice]:
-    """Join slices that follow each other: a request alone in its batch has all rows."""
-    joined: list[slice] = []
-    for part in rows:
-        if joined and joined[-1].stop == part.start:
-            joined[-1] = slice(joined[-1].start, part.stop)
-        else:
-            joined.append(part)
-    return joined
 
 
 def time_embedding(

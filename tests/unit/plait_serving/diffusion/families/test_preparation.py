@@ -5,13 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from plait_kernels.executors import background
-from plait_serving.diffusion.families.preparation import convert_behind, opened
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families import preparation
+from plait_serving.diffusion.families.preparation import convert_behind, opened, preparer_for
+from plait_serving.diffusion.knobs import ExecutorName
 
 WAIT_S = 60.0
 
@@ -88,3 +94,22 @@ def test_a_part_of_which_one_program_is_missing_runs_on_torch():
     kept["decoder"] = "other"
     assert opened(preparer, None, HALVES) == ["program", "other"]
     assert opened(None, None, HALVES) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_there", "why"),
+    [
+        ("cpu", torch.float32, False, "the package openvino is not installed"),
+        ("cpu", torch.float16, True, "it computes in float32 or bfloat16, not in float16"),
+        ("cuda", torch.float32, True, "it runs on CPUs, not on cuda"),
+    ],
+)
+def test_where_openvino_cannot_run_torch_does_unless_it_is_asked_for(
+    device, dtype, is_there, why, tmp_path, monkeypatch
+):
+    """By name it is a `ModelError` that says why."""
+    monkeypatch.setattr(preparation, "available", lambda: is_there)
+    prepares = partial(preparer_for, device=device, dtype=dtype, threads=lambda: 1, cache=tmp_path, auditor=Mock())
+    assert prepares(ExecutorName.AUTO) is None
+    with pytest.raises(ModelError, match=f"executor: openvino cannot be used: {why}"):
+        prepares(ExecutorName.OPENVINO)

@@ -133,21 +133,9 @@ def test_releasing_twice_counts_once(make):
     first.release()
     waiting = bench.acquire(["b"])
     assert not settled(waiting)
+    assert bench.cache.statistics().waiting_sets == 1
     second.release()
     waiting.result(SOON_S)
-
-
-def test_a_set_waits_until_there_is_room(make):
-    """With everything in use a set waits instead of failing, and starts when room is made."""
-    bench = make(2)
-    first, second = bench.lease("a"), bench.lease("b")
-    waiting = bench.acquire(["c", "d"])
-    assert bench.cache.statistics().waiting_sets == 1
-    first.release()
-    assert not settled(waiting)
-    second.release()
-    assert set(waiting.result(SOON_S).weights) == {"c", "d"}
-    assert bench.cache.statistics().resident_bytes <= 2 * bench.file_bytes
 
 
 def test_a_set_larger_than_the_budget_is_refused(make):

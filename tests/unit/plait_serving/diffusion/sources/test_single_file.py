@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion import sources
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families import row_of_file
 from plait_serving.diffusion.families.unet import single_file
 from plait_serving.diffusion.families.unet.bundle import outline_bundle
 from plait_serving.diffusion.published.architectures import FamilyName
@@ -278,11 +277,3 @@ def test_what_is_no_checkpoint_is_refused(folders, tmp_path):
     }.items():
         with pytest.raises(ModelError, match=says):
             resolve_source(tmp_path / name, cache=tmp_path)
-
-
-def test_the_family_is_told_by_names_alone(folders):
-    """As `plait models list` and `plait doctor` do it."""
-    kinds = [row_of_file(load_file(folders / f"{family}.safetensors"))[0] for family in FAMILIES]
-    assert kinds == ["sd1", "sd2", "sdxl"]
-    with pytest.raises(ModelError, match="holds no text encoder"):
-        row_of_file({"model.diffusion_model.x": torch.ones(1), "first_stage_model.y": torch.ones(1)})

@@ -86,14 +86,6 @@ def test_scales_as_a_tensor_round_like_scales_as_numbers(sd: Path, dtype: torch.
         assert kit.same_bits(together[i], runner.residuals(blocks)[i])
 
 
-def test_integer_and_float_timesteps_share_a_batch(runner: ControlNetModelRunner) -> None:
-    """DDIM counts in integers, Euler in floats; side by side they give what they give alone."""
-    whole, real = kit.make_ask(1, width=32, step=321), kit.make_ask(1, width=32, step=321.0)
-    assert whole.timestep.dtype != real.timestep.dtype
-    first, second = runner.residuals(_rows(runner, [whole, real]))
-    assert kit.same_bits(first, second)
-
-
 def test_bgr_channel_order(sd: Path) -> None:
     """A ControlNet trained on BGR images sees the channels flipped, its embedding does not."""
     model = load_controlnet(sd, dtype=torch.float32).model
@@ -116,14 +108,6 @@ def test_a_missing_folder_and_broken_weights_are_refused(sd: Path, tmp_path: Pat
         load_controlnet(broken, dtype=torch.float32)
 
 
-def test_latents_that_do_not_fit_the_image_are_refused(runner: ControlNetModelRunner) -> None:
-    """As those of another family's."""
-    ask = kit.make_ask(1, width=32)
-    constants = runner.open(image=ask.image, conditioning=ask.conditioning, width=64, height=64)
-    with pytest.raises(ModelError, match="family"):
-        runner.residuals([ControlCall(session=constants, sample=ask.sample, timestep=ask.timestep, scale=1.0)])
-
-
 def test_one_block_that_fails_fails_alone(runner: ControlNetModelRunner) -> None:
     """`try_residuals`: blocks of unequal shapes are split, and the bad one gets its own error."""
     good, bad, longer = _rows(runner, [kit.make_ask(i, width=32) for i in range(3)])
@@ -135,6 +119,7 @@ def test_one_block_that_fails_fails_alone(runner: ControlNetModelRunner) -> None
     assert sizes == [3, 3, 1, 3]
     answers = runner.try_residuals([good, wrong, wide, good])
     assert [type(answer) for answer in answers] == [Residuals, ModelError, ModelError, Residuals]
+    assert "not the same family" in str(answers[2])
 
 
 def test_batch_that_does_not_fit_is_halved(sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:

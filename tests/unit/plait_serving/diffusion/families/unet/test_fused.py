@@ -18,7 +18,6 @@ from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.fused import fuse_
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import ControlCall
-from plait_serving.diffusion.values import ControlRef
 from support.bundles import load_bundle
 from support.closeness import EQUAL, ulps
 from support.denoise import control_image, first_call, make_request
@@ -169,21 +168,3 @@ def test_a_gpus_controlnet_computes_through_operators(tiny_sd_folder, tiny_sd_co
         rows = ControlCall(session=constants, sample=sample, timestep=call.timestep, scale=1.0, exact=exact)
         assert len(runner.residuals([rows])) == 1
         assert bool(calls) is not exact
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_a_gpus_residuals_are_those_of_each_request(tiny_sd_folder, tiny_sd_controlnets, calls, count):
-    """Several ControlNets, several requests: what a CPU adds, each to the rows of its request."""
-    bundle = load_bundle(tiny_sd_folder)
-    runner = load_controlnet(tiny_sd_controlnets[0], dtype=torch.float32)
-    clients = {f"net-{i}": copy.copy(runner) for i in range(count)}
-    refs = tuple(ControlRef(name=name, image=control_image(i), scale=0.3) for i, name in enumerate(clients))
-    plain = UNetDenoiser(bundle)
-    two = [first_call(plain, make_request(seed=seed, n=seed, controlnets=refs), clients) for seed in (1, 2)]
-    batch = [*two, first_call(plain, make_request(seed=3))]
-    expected = plain.predict(batch)
-    bundle = dataclasses.replace(bundle, device=torch.device("cuda"))
-    got = UNetDenoiser(bundle, exact=lambda: Exact.NEVER).predict(batch)
-    assert "geglu" in calls
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ulps(ours, theirs) <= EQUAL

@@ -10,9 +10,8 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
 from plait_serving.diffusion.admission import ImageLimits, check_prompts
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.prompt import PromptEncoder
-from plait_serving.diffusion.families.unet.prompt_tokens import word_ids
-from plait_serving.diffusion.values import LoraRef, PromptSyntax
+from plait_serving.diffusion.families.unet.prompt import PromptEncoder, word_ids
+from plait_serving.diffusion.values import PromptSyntax
 from support.bundles import load_bundle, texts_of
 from support.denoise import make_request, prepared
 
@@ -119,17 +118,6 @@ def test_the_newest_chunks_are_remembered(case, calls):
     assert len(calls) == made
     prepared(encoder, asked[0])
     assert len(calls) == made + encoders
-
-
-def test_what_was_encoded_is_remembered_while_other_weights_are_live(case, calls):
-    """Tenants' LoRA sets take turns in the text encoders, and each request of a set has its texts from the first one:
-    on cores that are in use a call of a small encoder takes a hundred times as long."""
-    bundle, encoder, _ = case
-    made = []
-    for bundle.encoders.merger.current in ((), (LoraRef(name="other"),), (), (LoraRef(name="other"),), ()):
-        prepared(encoder, make_request(prompt="a cat of one set and another"))
-        made.append(len(calls))
-    assert 0 < made[0] < made[1] == made[2] == made[3]
 
 
 def test_a_long_prompt_is_encoded_a_call_at_a_time(case):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait_kernels.device_errors import is_device_lost, is_out_of_memory
+from plait_kernels.devices import is_device_lost, is_out_of_memory
 
 LOST = [
     "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported asynchronously",
