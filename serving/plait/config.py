@@ -312,17 +312,30 @@ def _keys(dotted: str, text: str) -> list[str]:
     return keys
 
 
-def _set(data: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set the value at a path inside `data`. Of keys with dots those count that are there: names of models and
+def key_path(data: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of a path inside `data`. Of keys with dots those count that are there: names of models and
     ControlNets may have some."""
-    place: dict[str, Any] = data
+    place: Any = data
+    found: list[str] = []
     while (parts := _parts_of_key(place, keys)) < len(keys):
         key, keys = ".".join(keys[:parts]), keys[parts:]
+        found.append(key)
+        place = place.get(key)
+        if not isinstance(place, Mapping):
+            place = {}
+    return (*found, ".".join(keys))
+
+
+def _set(data: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Set the value at a path (`key_path`) inside `data`."""
+    *path, last = key_path(data, keys)
+    place: dict[str, Any] = data
+    for key in path:
         inner = place.get(key)
         if not isinstance(inner, dict):
             inner = place[key] = {}
         place = inner
-    place[".".join(keys)] = value
+    place[last] = value
 
 
 def _parts_of_key(place: Mapping[str, Any], keys: Sequence[str]) -> int:

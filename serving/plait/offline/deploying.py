@@ -84,8 +84,8 @@ def placed_application(config: PlaitConfig, cluster: Path) -> dict[str, Any]:
 
     The number of replicas of what is placed stands with its deployments only, where a change restarts nothing.
     """
-    from plait_deploy.on_ray.policy import placed_deployments, policy_options
     from plait_deploy.on_ray.nodes import name_at
+    from plait_deploy.on_ray.policy import placed_deployments, policy_options
     from plait_serving.deployments.scaling import autoscaling
 
     state, classes = _read(cluster)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from plait.config import load_config, parse_config
+from plait.config import key_path, load_config, parse_config
 from plait.errors import PlaitError, told
 from plait.server.state import replace_text, state_root
 from plait.tuning.forms import as_argv, as_environment, as_file, diff, with_settings
@@ -71,16 +71,19 @@ def exported(target: TuningTarget | ServiceTarget, settings: Mapping[str, Value]
 
 def _of_plait(target: TuningTarget, settings: Mapping[str, Value], form: str) -> str:
     path = None if target.config is None else Path(target.config)
-    config = load_config(path)
+    config = load_config(path, settings=target.settings)  # the winner was measured with them
     if form == "serve":
         from plait.offline.deploying import serve_application
         from plait_deploy.serve import render_serve
 
         tuned = apply_knobs(config, settings)
         return render_serve(serve_application(tuned), host=tuned.server.host, port=tuned.server.port)
-    written = settings_of(config, settings)
+    text = "" if path is None else path.read_text(encoding="utf-8")
+    data = yaml.safe_load(text) or {}
+    written = {key_path(data, at.split(".")): value for at, value in target.settings.items()}
+    written |= settings_of(config, settings)
     if form == "file":
-        return with_settings("" if path is None else path.read_text(encoding="utf-8"), written)
+        return with_settings(text, written)
     if form == "argv":  # as `plait serve` takes them
         words = (word for at, value in written.items() for word in ("--set", f"{'.'.join(at)}={json.dumps(value)}"))
         return shlex.join(words) + "\n"

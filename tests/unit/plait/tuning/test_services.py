@@ -136,6 +136,20 @@ def test_an_answer_for_plait_is_a_plait_yaml_a_serve_yaml_and_arguments(tmp_path
         exported(target, settings, "env")
 
 
+def test_an_answer_for_plait_has_what_its_job_set(tmp_path):
+    """`target.settings` are part of what was measured; a knob may be one of a model that only they name."""
+    path = tmp_path / "plait.yaml"
+    path.write_text("images: null\nrecommend:\n  models: {v1.5: {folder: /one}}  # mine\n")
+    job = {"recommend.models.v1.5.folder": "/two", "recommend.models.shop.folder": "/shop", "server.port": 7}
+    target = TuningTarget(config=str(path), app="recommend", settings=job)
+    settings = {"cn-shop.window": 2}
+    (tmp_path / "tuned.yaml").write_text(exported(target, settings, "file"))
+    tuned = load_config(tmp_path / "tuned.yaml")
+    assert tuned == load_config(path, settings=job, overrides=["recommend.models.shop.cn.knobs.window=2"])
+    assert tuned == load_config(path, overrides=shlex.split(exported(target, settings, "argv"))[1::2])
+    assert "port: 7" in exported(target, settings, "serve")
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the job and plait's state are."""
