@@ -260,7 +260,12 @@ def _pieces(
     tail = group.tail
     for name, height in zip(group.names, heights, strict=True):
         given = tensors[name]
-        for piece in (given,) if isinstance(given, torch.Tensor) else given:
+        if isinstance(given, torch.Tensor):
+            if given.shape == (height, *tail) and given.dtype is dtype:  # at once: a request has dozens
+                found.append(given)
+                continue
+            given = (given,)
+        for piece in given:
             shape = piece.shape
             if not shape or shape[1:] != tail or piece.dtype is not dtype:
                 raise LayoutError(f"{name} is {piece.dtype} {list(shape)}, not rows of {dtype} {list(tail)}")
