@@ -271,7 +271,6 @@ class ImagesSection(Replicated):
         int | None,
         Field(ge=1, description="what models in memory may hold, with their programs; unset: most of what is free"),
     ] = None
-    label: Annotated[str, Field(max_length=200, description="what the engine is called in logs")] = ""
     aliases: dict[Name, AliasSection] = Field(
         default_factory=dict, description="more names for requests: of a model, or of a model with LoRAs"
     )
