@@ -22,7 +22,6 @@ from plait_serving.diffusion.request_fields import (
     RequestField,
     Text,
     between,
-    text_of,
     choice,
     whole,
 )
@@ -304,9 +303,6 @@ class ImageRequest:
         RequestField(type=Corner, about="SDXL: [left, top]; unset: [0, 0]", infotext="Crop", only_some=True),
     ] = (0, 0)
     n: Annotated[int, RequestField(type=whole(1, MAX_IMAGES))] = 1
-    note: Annotated[
-        str, RequestField(type=text_of(200), about="a note, kept with the image", infotext="Note", echoed=True, control="Note")
-    ] = ""
     loras: LoraSet = ()
     controlnets: tuple[ControlRef, ...] = ()
     edit: Edit | None = None
