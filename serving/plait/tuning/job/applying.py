@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from plait.config import key_path, load_config, parse_config
 from plait.errors import PlaitError, told
 from plait.server.state import replace_text, state_root
-from plait.tuning.forms import as_argv, as_environment, as_file, diff, with_settings
+from plait.tuning.forms import KeyPath, as_argv, as_environment, as_file, diff, set_at, with_settings
 from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
 from plait_autoconfig.jobs.spec import ServiceTarget, TuningTarget
 from plait_autoconfig.values import Value
@@ -80,7 +81,11 @@ def _of_plait(target: TuningTarget, settings: Mapping[str, Value], form: str) ->
         return render_serve(serve_application(tuned), host=tuned.server.host, port=tuned.server.port)
     text = "" if path is None else path.read_text(encoding="utf-8")
     data = yaml.safe_load(text) or {}
-    written = {key_path(data, at.split(".")): value for at, value in target.settings.items()}
+    written: dict[KeyPath, Any] = {}
+    for name, value in target.settings.items():  # one may lie in what another one makes
+        at = key_path(data, name.split("."))
+        set_at(data, at, deepcopy(value))
+        written[at] = value
     written |= settings_of(config, settings)
     if form == "file":
         return with_settings(text, written)

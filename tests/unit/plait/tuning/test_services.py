@@ -141,6 +141,10 @@ def test_an_answer_for_plait_has_what_its_job_set(tmp_path):
     path = tmp_path / "plait.yaml"
     path.write_text("images: null\nrecommend:\n  models: {v1.5: {folder: /one}}  # mine\n")
     job = {"recommend.models.v1.5.folder": "/two", "recommend.models.shop.folder": "/shop", "server.port": 7}
+    job |= {
+        "images": {"models": {"a.b": "emoji"}},
+        "images.models.a.b": "emoji",
+    }  # a name with a dot that a setting makes
     target = TuningTarget(config=str(path), app="recommend", settings=job)
     settings = {"cn-shop.window": 2}
     (tmp_path / "tuned.yaml").write_text(exported(target, settings, "file"))
