@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -18,6 +19,8 @@ class CoreRanker:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self._arrived: deque[tuple[RankJob, Outcome]] = deque()
+        self._woken: asyncio.AbstractEventLoop | None = None
 
     @property
     def card(self) -> ModelCard:
@@ -53,19 +56,24 @@ class CoreRanker:
         await asyncio.to_thread(self.core.stop, drain_s=drain_s)
 
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
-        """Resolve the futures, which are the jobs' tickets, with one wake-up of their loop; if that is closed, nothing
-        waits for them."""
-        first = outcomes[0][0].ticket
-        with contextlib.suppress(RuntimeError):
-            cast("asyncio.Future[RankAnswer]", first).get_loop().call_soon_threadsafe(_resolve, outcomes)
+        """Have the futures, which are the jobs' tickets, resolved by their loop. One that was woken and has not come to
+        it yet, as it is busy with other requests, takes these with it: to wake it costs a call of the system, in which
+        both threads want the interpreter. If it is closed, nothing waits for them."""
+        self._arrived.extend(outcomes)
+        loop = cast("asyncio.Future[RankAnswer]", outcomes[0][0].ticket).get_loop()
+        if self._woken is not loop:
+            self._woken = loop
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._resolve)
 
-
-def _resolve(outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
-    for job, outcome in outcomes:
-        future = job.ticket
-        if not isinstance(future, asyncio.Future) or future.done():
-            continue
-        if isinstance(outcome, RankError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+    def _resolve(self) -> None:
+        self._woken = None  # first: what arrives from now on may come too late for this turn
+        while self._arrived:
+            job, outcome = self._arrived.popleft()
+            future = job.ticket
+            if not isinstance(future, asyncio.Future) or future.done():
+                continue
+            if isinstance(outcome, RankError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
