@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import resources
@@ -27,6 +28,13 @@ def _by_tag(union: Any, tag: str) -> dict[str, type[BaseModel]]:
 
 
 _ARRIVALS, _MIX = _by_tag(model.Arrivals, "kind"), _by_tag(model.MixClass, "api")
+
+_PLACES: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("mix.*.inputs.*", model.InferInput), ("mix.*.edits", model.Edits), ("mix.*.controlnets", model.ControlNets),
+    ("mix.*.loras", model.Loras), ("slo", model.Slo), ("target.check", model.ResponseCheck),
+    ("limits", model.GeneratorLimits), ("target", model.LoadTarget), ("", Scenario),
+)  # fmt: skip
+"""What a setting may mean that is misspelt, or stands in the wrong place; of equal names the last counts."""
 
 _Node = dict[str, Any]
 
@@ -232,7 +240,14 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
     if location[0] == "arrivals":
         kind = str(location[1])
         return f" for {kind} arrivals, which have {', '.join(_ARRIVALS[kind].model_fields)}"
-    models: list[type[BaseModel]] = [*_MIX.values(), Scenario, model.LoadTarget, model.GeneratorLimits, model.Loras]
-    known = {name for each in models for name in each.model_fields}
-    near = difflib.get_close_matches(str(location[-1]), sorted(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    here, name = re.sub(r"\.\d+", ".*", ".".join(_field_parts(location[:-1]))), str(location[-1])
+    kinds = [_MIX[str(location[2])]] if location[0] == "mix" else [*_MIX.values()]
+    places = [*_PLACES, *(("mix.*", kind) for kind in kinds)]
+    own = {field: "" for place, each in places if place == here for field in each.model_fields}
+    known = {field: f"{place}.".lstrip(".") for place, each in places for field in each.model_fields} | own
+    near = [name] if name in known else _near(name, own) or _near(name, known)
+    return f" (did you mean {known[near[0]]}{near[0]}?)" if near else ""
+
+
+def _near(name: str, known: Mapping[str, str]) -> list[str]:
+    return difflib.get_close_matches(name, sorted(known), n=1)
