@@ -64,6 +64,8 @@ def load_scenario(source: str | Path | Mapping[str, object], overrides: Mapping[
     make_paths_absolute(settings, Path.cwd())
     _fit_stages(settings)
     try:
+        for field in strict_yaml.not_text(settings):
+            raise ScenarioError(f"{field}: is not valid Unicode")
         _check_needs(settings)
         scenario = Scenario.model_validate(_with_apis(settings))
         validate(scenario)

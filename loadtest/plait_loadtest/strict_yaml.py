@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -45,6 +45,23 @@ def parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
         raise NotYaml(source, str(error)) from error
     except (LookupError, AttributeError) as error:  # PyYAML's own, e.g. of `!!bool x`
         raise NotYaml(source, "a value is not what its tag says") from error
+
+
+def not_text(value: Any, field: str = "") -> Iterator[str]:
+    """Yield the field, dotted, of each text that cannot be encoded: half a character (`"\\ud800"`), or bytes of a
+    command line that are no UTF-8."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from not_text(key, field)
+            yield from not_text(each, f"{field}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from not_text(each, f"{field}.{at}")
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            yield field
 
 
 def sentence(problem: Mapping[str, Any], field: str, *, beside: str = "") -> str:

@@ -264,6 +264,8 @@ def parse_config(data: Mapping[str, Any], *, source: str, folder: Path) -> Plait
     """Check plain data as a configuration; relative paths are resolved against `folder`. Raises `ConfigError`."""
     if outdated := _outdated(data):
         raise ConfigError(source, [outdated])
+    if broken := [f"{field}: not valid Unicode" for field in strict_yaml.not_text(data)]:
+        raise ConfigError(source, broken)
     try:
         return PlaitConfig.model_validate(data, context={"folder": folder})
     except ValidationError as error:

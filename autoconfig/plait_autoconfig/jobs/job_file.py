@@ -52,6 +52,8 @@ def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
 def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
     """Validate the job of a mapping, e.g. of an HTTP request. Raises pydantic's `ValidationError`, or `JobRefused` for
     a scenario."""
+    for field in strict_yaml.not_text(settings):
+        raise JobRefused(f"{field}: not valid Unicode")
     try:
         text = json.dumps(_absolute(settings, folder), allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -185,6 +185,8 @@ def _read(cluster: Path) -> tuple[ClusterState, tuple[str, ...]]:
     """Return the cluster that a file describes, and the names of its groups."""
     with told(strict_yaml.NotYaml):
         data = strict_yaml.parse(read(cluster), str(cluster))[1]
+    for field in strict_yaml.not_text(data):
+        raise PlaitError(f"{cluster}: {field}: not valid Unicode")
     with told(PlacementError, about=cluster):
         return parse_cluster(data), tuple(group["name"] for group in data["nodes"])
 

@@ -87,6 +87,8 @@ def test_a_file_without_a_version_is_of_the_first(tmp_path):
             "entries.x.sha256",
         ),
         ("recommend: {models: {a: {folder: x, hn: {knobs: {window: 1}}}}}", "hn.knobs.window: unknown key"),
+        (r'images: {loras: {folder: "/x\ud800"}}', "images.loras.folder: not valid Unicode"),
+        (r'images: {models: {"a\ud800": ./b}}', "images.models: not valid Unicode"),
         ("- 1", "top level must be a mapping"),
         ("server: {port: 1}\nserver: {port: 2}", "line 2: 'server' is given twice"),
     ],

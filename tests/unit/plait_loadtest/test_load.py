@@ -172,6 +172,10 @@ RAW = {"target": {"api": "raw"}}
         (INFER, {"mix.0.inputs": [{"name": "a", "numbers": 2, "bag": 2}]}, "^mix.0.inputs.0.bag: belongs to ids$"),
         (RAW, {"mix.0.content_type": "a\nb"}, "^mix.0.content_type: is not printable text$"),
         (RAW, {"mix.0.body": "y", "mix.0.body_file": __file__}, "^mix.0.body_file: is given beside body"),
+        # half a character, as in YAML's "\ud800", and bytes of a command line that are no UTF-8
+        ({"mix": [{"prompts": ["a", "\ud800"]}]}, {}, "^mix.0.prompts.1: is not valid Unicode$"),
+        (RAW, {"mix.0.body": "\udcff"}, "^mix.0.body: is not valid Unicode$"),
+        ({}, {"slos": {"\ud800": {"latency_ms": 5}}}, "^slos: is not valid Unicode$"),
         # what belongs together
         ({}, {"slos.b.latency_ms": 5}, "^slos.b: is no class of the mix, which has images$"),
         ({}, {"processes": 4, "limits.connections": 3}, "^limits.connections: 3 are fewer than 4 processes$"),

@@ -98,6 +98,7 @@ def test_a_full_cluster_ends_with_1_and_the_plan(files, capsys):
         (CLUSTER, ["--policy", "tetris"], "there is no policy tetris"),
         (CLUSTER, ["--svg", "/proc/nowhere/plan.svg"], "cannot be written"),
         ("nodes: 1\nnodes: 2\n", [], "given twice"),
+        (CLUSTER.replace("name: gpu", r'name: "\ud800"'), [], "cluster.yaml: nodes.0.name: not valid Unicode"),
     ],
 )
 def test_mistakes_are_one_sentence(files, capsys, cluster, arguments, sentence):

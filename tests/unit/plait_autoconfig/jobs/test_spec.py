@@ -68,6 +68,7 @@ def test_paths_start_from_the_folder_of_the_file(tmp_path):
         ("kind: poisson", "kind: poison", "scenarios: arrivals.kind: one of"),
         ("engine.largest_batch", "engine.replicas", "two knobs set engine.replicas"),
         ("name: demo", "name: 2026-11-21", "quote dates"),
+        ("replicas * batch <= 16", r'"\ud800"', "constraints.0: not valid Unicode"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):

@@ -216,6 +216,8 @@ def test_pods_of_one_workload_are_ready_by_it_alone(render):
         ("server: {api_keys: [{sha256: %s}]}" % ("ab" * 32), "deploy.metrics_secret"),
         ("deploy: {volumes: {cache: {path: /models}}}", "models and cache are both at /models"),
         ("deploy: {volumes: {cache: {path: cache}}}", "not an absolute path"),
+        (r'deploy: {volumes: {cache: {path: "/c\ud800"}}}', "deploy.volumes.cache.path: not valid Unicode"),
+        (r'deploy: {volumes: {cache: {path: "c\ud800"}}}', "deploy.volumes.cache.path: not valid Unicode"),
         (SHARDS % 40, "holds 40 GB of tables, and a pod of deploy.shard has 34.4 GB: it fits no node"),
     ],
 )
