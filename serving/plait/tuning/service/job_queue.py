@@ -9,11 +9,12 @@ cancelled) and `ended.json` (its outcome). A queue that is opened on the folder 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -107,9 +108,14 @@ class TuningJobQueue:
             if len(self._open_tickets()) >= MAX_WAITING:
                 raise JobQueueError("too_many_jobs", f"{MAX_WAITING} jobs are waiting already")
             ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(time.time(), 3))
-            folder.mkdir(exist_ok=True)
-            JobStore.open_or_create(folder, self._ours(spec, folder), text)
-            write_json(folder / "ticket.json", ticket)
+            try:
+                with _told("job_not_kept", "the job cannot be kept"):
+                    folder.mkdir(exist_ok=True)
+                    JobStore.open_or_create(folder, self._ours(spec, folder), text)
+                    write_json(folder / "ticket.json", ticket)
+            except JobQueueError:
+                shutil.rmtree(folder, ignore_errors=True)  # there may be no room for it
+                raise
         return self._summary(ticket)
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -127,9 +133,10 @@ class TuningJobQueue:
         with self._lock:
             if self._ended(job_id) is not None:
                 raise JobQueueError("job_is_over", f"job {job_id} is over")
-            (self._settings.folder / job_id / "cancel").touch()
-            if self._running != job_id:
-                self._end(ticket, "cancelled", "it was cancelled before it began")
+            with _told("job_not_kept", "the cancellation cannot be kept"):
+                (self._settings.folder / job_id / "cancel").touch()
+                if self._running != job_id:
+                    self._end(ticket, "cancelled", "it was cancelled before it began")
         return self._summary(ticket)
 
     def since(self, job_id: str, known: int) -> dict[str, Any]:
@@ -268,10 +275,14 @@ class TuningJobQueue:
             return unreadable_summary(asdict(ticket), str(error))
 
 
+def _readable(job_id: str) -> AbstractContextManager[None]:
+    return _told("job_unreadable", f"job {job_id} cannot be read")
+
+
 @contextmanager
-def _readable(job_id: str) -> Iterator[None]:
+def _told(code: str, about: str) -> Iterator[None]:
+    """Raise what is wrong with a job's folder as `JobQueueError`."""
     try:
         yield
     except (TunerError, OSError, UnicodeDecodeError) as error:
-        why = f"job {job_id} cannot be read: {' '.join(str(error).split())[:300]}"
-        raise JobQueueError("job_unreadable", why) from error
+        raise JobQueueError(code, f"{about}: {' '.join(str(error).split())[:300]}") from error

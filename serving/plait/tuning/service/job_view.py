@@ -21,6 +21,7 @@ _ANSWERS: Mapping[str, tuple[int, Mapping[str, str]]] = {
     "job_is_over": (409, {"x-should-retry": "false"}),
     "too_many_jobs": (429, {"retry-after": "60"}),  # are waiting
     "job_unreadable": (500, {"x-should-retry": "false"}),  # its folder is damaged
+    "job_not_kept": (500, {"x-should-retry": "false"}),  # the folder of all jobs cannot be written: a full disk
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from contextlib import contextmanager
@@ -345,6 +346,26 @@ def test_a_queue_has_an_end(client, monkeypatch):
     answer = posted(client)
     assert error_of(answer)[:2] == (429, "too_many_jobs")
     assert int(answer.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("writer", ["JobStore.open_or_create", "write_json"])
+def test_a_job_that_finds_no_room_on_the_disk_is_told_and_leaves_nothing(tmp_path, desk, client, monkeypatch, writer):
+    """500 with what the system says, no matter how far it came; a cancellation likewise."""
+
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job_id = started(client)
+    monkeypatch.setattr(f"plait.tuning.service.job_queue.{writer}", no_room)
+    answers = [posted(client)]
+    if writer == "write_json":
+        answers.append(client.post(f"{URL}/{job_id}/cancel", headers=BOSS))
+    for answer in answers:
+        assert error_of(answer) == (500, "job_not_kept", None)
+        assert "No space left on device" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == [job_id]
+    assert [job["id"] for job in desk.jobs()] == [job_id]
 
 
 # ---- the desk --------------------------------------------------------------------------------------------------------
