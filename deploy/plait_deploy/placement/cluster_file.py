@@ -58,7 +58,7 @@ class _Group(_Part):
     def nodes(self) -> list[ClusterNode]:
         """Return the nodes; several are numbered."""
         names = [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
-        cpu, memory = int(self.cpus * WHOLE), int(self.memory_gib * 1024)
+        cpu, memory = round(self.cpus * WHOLE), int(self.memory_gib * 1024)
         return [
             ClusterNode(name=name, cpu_milli=cpu, memory_mib=memory, gpus=self.gpus, gpu_model=self.gpu_model)
             for name in names
@@ -87,8 +87,8 @@ def parse_cluster(data: object) -> ClusterState:
         raise ClusterError(f"two nodes are named {name}")
     sums = {
         "nodes": float(len(nodes)),
-        "cpus": sum(node.cpu_milli for node in nodes) / WHOLE,
-        "memory_gib": sum(node.memory_mib for node in nodes) / 1024,
+        "cpus": sum(group.count * group.cpus for group in cluster.nodes),
+        "memory_gib": sum(group.count * group.memory_gib for group in cluster.nodes),
         "gpus": float(sum(node.gpus for node in nodes)),
     }
     for key, said in (cluster.totals or {}).items():
@@ -103,7 +103,7 @@ def parse_cluster(data: object) -> ClusterState:
 
 def _hold(state: ClusterState, at: int, used: _Used) -> None:
     """Take what other programs hold on a node."""
-    own = Task(cpu_milli=int(used.cpus * WHOLE), memory_mib=int(used.memory_gib * 1024))
+    own = Task(cpu_milli=round(used.cpus * WHOLE), memory_mib=int(used.memory_gib * 1024))
     state.place(own, TaskPlacement(node=at, devices=()))
     for device, share in enumerate(used.gpus):
         if milli := round(share * WHOLE):

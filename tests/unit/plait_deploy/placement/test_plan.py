@@ -34,6 +34,17 @@ def test_a_cluster_file_is_read():
     assert state.memory.tolist() == [48 * 1024, 48 * 1024, 1024]
 
 
+def test_parts_of_a_core_and_of_a_gib_are_what_the_file_says():
+    """Though no float is exactly 64.1: a replica of that many cores fits, and totals are of the numbers as written."""
+    nodes = [
+        {"name": "g", "count": 3, "cpus": 64.1, "memory_gib": 0.3},
+        {"name": "h", "cpus": 96.4, "memory_gib": 0.7, "used": {"cpus": 32.3}},
+    ]
+    state = parse_cluster({"nodes": nodes, "totals": {"cpus": 288.7, "memory_gib": 1.6}})
+    assert state.cpu.tolist() == [64_100] * 4
+    assert state.roomy(task_of("a", num_cpus=64.1, num_gpus=0)).tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
