@@ -337,6 +337,9 @@ class _Searching:
             for each in last.observed.classes
         )
         above = "no higher rate was tried" if high is None else f"{high:.4g}/s did not hold"
+        if self.search.beyond is not None and (trials[-1].purpose != "beyond" or trials[-1].verdict == "held"):
+            was = "held, too" if trials[-1].purpose == "beyond" else "was not tried" + _because(self.ended_by)
+            above += f"; {rate * self.search.beyond:.4g}/s {was}"
         held = f"{rate:.4g}/s holds the SLO with {CONFIDENCE:.0%} confidence ({shown})"
         if by_generator:
             why = next(trial.why for trial in reversed(trials) if trial.rate_per_s == high)

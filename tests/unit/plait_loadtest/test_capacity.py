@@ -238,6 +238,26 @@ def test_beyond_is_tried_after_the_confirmation():
     assert found.trials[-1].verdict == "missed"
 
 
+def test_a_search_that_did_not_show_what_lies_beyond_says_so():
+    """The rate is confirmed, but 1.3 times that held as well; or there was no time left to try it."""
+    odd, _ = server(lambda rate, n: seen(n if rate <= 37.0 or 45.0 < rate < 70.0 else 0, n))
+    found = find_capacity(odd, search(beyond=1.3))
+    assert (found.confirmed, found.trials[-1].purpose, found.trials[-1].verdict) == (True, "beyond", "held")
+    assert f"{1.3 * found.rate_per_s:.4g}/s held, too" in found.statement
+    whole = find_capacity(sharp(37.0), search(beyond=1.3))
+    assert whole.statement.endswith("did not hold")
+    now_s = [0.0]
+
+    def measure(rate_per_s, duration_s):
+        now_s[0] += duration_s
+        return sharp(37.0)(rate_per_s, duration_s)
+
+    within_s = sum(trial.duration_s for trial in whole.trials[:-1]) + 1.0
+    found = find_capacity(measure, search(beyond=1.3, within_s=within_s), clock=lambda: now_s[0])
+    assert (found.confirmed, found.rate_per_s) == (True, whole.rate_per_s)
+    assert f"{1.3 * found.rate_per_s:.4g}/s was not tried: the" in found.statement
+
+
 def failing(outcome, *, but=0):
     """Every request of a run ends so, but the first few."""
 
