@@ -276,7 +276,8 @@ def _between(own: Records, start: str, end: str) -> Percentiles:
 
 
 def _server_ms(own: Records) -> Percentiles:
-    said = own["server_ms"][~np.isnan(own["server_ms"])].astype(np.float64)
+    said = own["server_ms"].astype(np.float64)
+    said = said[(said >= 0.0) & (said <= histogram.HIGHEST_NS / 1e6)]  # a server may say anything, or nothing: nan
     return of_durations(np.rint(said * 1e6).astype(np.int64))
 
 

@@ -148,5 +148,5 @@ def _rows(records: Records, classes: Sequence[str], whys: Sequence[str]) -> Iter
     for values in records.tolist():
         row = dict(zip(COLUMNS, values, strict=True))
         row["class"], row["outcome"], row["why"] = classes[row["class"]], names[row["outcome"]], whys[row["why"]]
-        row["server_ms"] = None if math.isnan(row["server_ms"]) else round(row["server_ms"], 3)
+        row["server_ms"] = round(row["server_ms"], 3) if math.isfinite(row["server_ms"]) else None
         yield row

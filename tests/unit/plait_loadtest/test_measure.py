@@ -180,9 +180,11 @@ def test_a_run_by_count_lasts_as_long_as_its_requests():
 
 
 def test_times_that_the_server_and_the_stream_tell():
-    """Server-reported ms, first byte and first part are percentiles of those that have them."""
+    """Server-reported ms, first byte and first part are percentiles of those that have them. What no time is that a
+    server says is none."""
     rows = records(EVERY_10_MS, 40.0)
     rows["server_ms"][:500] = 12.5
+    rows["server_ms"][500:503] = np.inf, 1e30, -1.0
     rows["first_part_ns"][:10] = rows["scheduled_ns"][:10] + 7 * MS
     total = summarise(result(rows), scenario()).total
     assert (total.server_ms.n, total.server_ms.p50) == (500, pytest.approx(12.5, rel=1e-3))
