@@ -10,6 +10,7 @@ import json
 from importlib import resources
 from typing import Any
 
+from plait_loadtest.mix import RequestMix
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
@@ -30,18 +31,23 @@ _TEMPLATE = resources.files(__package__).joinpath("locustfile.template").read_te
 
 def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
     """Return the text of the file. It contains no header values: they are read from the environment."""
-    rate_per_s, notes = _mean_rate(scenario)
+    plan = make_plan(scenario)
+    seconds = scenario.warm_up_s + scenario.duration_s
+    if scenario.count is not None and plan.scheduled_ns.size:
+        seconds = float(plan.scheduled_ns[-1]) / 1e9
+    seconds = max(1.0, seconds)  # 0 would be without end
+    rate_per_s, notes = _mean_rate(scenario, max(plan.scheduled_ns.size, 1) / seconds)
     if any(spec.headers for spec in scenario.mix):
         notes += "\nHeaders of single classes of requests are not in it: all users are one tenant."
     users = scenario.callers or _USERS
     wait_name, wait_s = ("constant", 0) if scenario.callers else ("poisson", rate_per_s / users)
-    requests = _requests(scenario)
+    requests = _requests(scenario, plan.mix)
     return _TEMPLATE.format(
         name=_quoted(scenario.name),
         file=file,
         host=scenario.target.url,
         users=f"--users {users} --spawn-rate {users}",
-        seconds=round(scenario.warm_up_s + scenario.duration_s),
+        seconds=round(seconds),
         count=len(requests),
         rate=rate_per_s,
         notes=notes,
@@ -54,12 +60,11 @@ def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
     )
 
 
-def _requests(scenario: Scenario) -> list[list[Any]]:
+def _requests(scenario: Scenario, mix: RequestMix) -> list[list[Any]]:
     """Return `[class, method, path, headers, body]` of the plan's first requests; bodies as base64.
 
     A class's own headers are left out: they may be keys.
     """
-    mix = make_plan(scenario).mix
     own = {spec.name: {header.lower() for header in spec.headers} for spec in scenario.mix}
     rows: list[list[Any]] = []
     size = 0
@@ -73,8 +78,8 @@ def _requests(scenario: Scenario) -> list[list[Any]]:
     return rows
 
 
-def _mean_rate(scenario: Scenario) -> tuple[float, str]:
-    """Return the mean requests per second, and what that leaves out."""
+def _mean_rate(scenario: Scenario, planned_per_s: float) -> tuple[float, str]:
+    """Return the mean requests per second, by default those of the plan, and what that leaves out."""
     arrivals = scenario.arrivals
     if isinstance(arrivals, ConstantArrivals | PoissonArrivals):
         return arrivals.rate_per_s, ""
@@ -87,9 +92,7 @@ def _mean_rate(scenario: Scenario) -> tuple[float, str]:
         if isinstance(arrivals, RampArrivals | StepArrivals)
         else "The trace's arrival times"
     )
-    plan = make_plan(scenario)
-    seconds = scenario.warm_up_s + scenario.duration_s
-    return max(plan.scheduled_ns.size, 1) / seconds, f"\n{what} is not in it, only the mean rate."
+    return planned_per_s, f"\n{what} is not in it, only the mean rate."
 
 
 def _headers(scenario: Scenario) -> str:

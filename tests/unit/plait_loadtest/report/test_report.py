@@ -18,6 +18,7 @@ from rich.console import Console
 from plait_loadtest import histogram
 from plait_loadtest.capacity import CapacitySearch, ClassCount, ClassTarget, Observed, find_capacity
 from plait_loadtest.cli import live_line, progress_line
+from plait_loadtest.plan import make_plan
 from plait_loadtest.report.document import report, shown
 from plait_loadtest.report.html import page
 from plait_loadtest.report.locustfile import locustfile
@@ -249,6 +250,17 @@ def test_the_locustfile_asks_for_the_same(arrivals, wait):
     assert "/x?i=1" in text
     imported = {node.module for node in ast.walk(module) if isinstance(node, ast.ImportFrom)}
     assert imported == {"locust"}
+
+
+def test_a_locustfile_of_so_many_requests_runs_as_long_as_they_take():
+    """And at their rate, whatever duration the scenario would have without a count."""
+    ramp = RampArrivals(rate_per_s=10.0, to_rate_per_s=30.0)
+    chosen = scenario(arrivals=ramp, target=LoadTarget(api="raw"), mix=(RawClass(),), slo=None, count=400)
+    seconds, text = float(make_plan(chosen).scheduled_ns[-1]) / 1e9, locustfile(chosen)
+    assert chosen.duration_s < seconds - 2.0
+    assert f"--run-time {seconds:.0f}s" in text
+    assert f"ask for {400 / seconds:g}/s" in text
+    assert f"poisson({400 / seconds / 100!r})" in text
 
 
 def test_keys_are_nowhere_in_what_is_written():
