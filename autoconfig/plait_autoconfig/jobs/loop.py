@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeAlias
 
@@ -72,17 +72,16 @@ def run_job(
     state is then "failed". A service that others use is tuned by one at a time: while another worker lives, that is
     told and nothing is changed.
     """
-    if store.spec.target.is_shared and (others := store.workers(now_s=now())):
-        raise JobBroken(f"another process is tuning the live service of this job ({', '.join(others)})")
-    store.note(cancelled=False, failure="", done="")
     worker = _JobWorker(store, on_event=on_event, stop=stop, now=now)
-    try:
-        worker.run(source, runner)
-    except _Stopped:
-        pass
-    except TunerError as error:
-        store.note(failure=str(error))
-        raise
+    with worker.joined():
+        store.note(cancelled=False, failure="", done="")
+        try:
+            worker.run(source, runner)
+        except _Stopped:
+            pass
+        except TunerError as error:
+            store.note(failure=str(error))
+            raise
     state = read_state(store, now_s=now())
     on_event(JobEvent(kind="ended", text=f"{state.phase}: {state.reason}" if state.reason else state.phase))
     return state
@@ -112,11 +111,18 @@ class _JobWorker:
         self._began_s = self._joined_s = now()
         self._used_before_s = 0.0
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Work on the job while the block runs."""
+        self._store.join(self._name, now_s=self._joined_s, alone=self._spec.target.is_shared)
+        try:
+            yield
+        finally:
+            self._store.leave(self._name)
+
     def run(self, source: MeasurerSource, runner: ChildRunner | None) -> None:
-        """Join the job and measure until nothing is left to do."""
+        """Measure until nothing is left to do."""
         with ExitStack() as stack:
-            self._store.join(self._name, now_s=self._joined_s)
-            stack.callback(self._store.leave, self._name)
             log = self._store.folder / "logs" / f"{self._name}.log"
             self._runner = runner or ChildRunner(source, self._spec, folder=self._store.folder, log=log)
             stack.callback(self._runner.finish)

@@ -112,7 +112,9 @@ class MeasurerSource:
     """Where the measurer comes from: `factory` is `module:function`, `arguments` are JSON.
 
     The function is called with `folder`, the job's, and the arguments, and returns a `Measurer`. It must also clean
-    up what an earlier process of the same job left behind when it was killed.
+    up what an earlier process of the same job left behind when it was killed. And where trials change what others use,
+    it must keep off whoever else is at that service: another job, or such a process that still gives it back. The job
+    knows its own workers only.
     """
 
     factory: str

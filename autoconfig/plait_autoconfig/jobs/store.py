@@ -197,9 +197,12 @@ class JobStore:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def join(self, worker: str, *, now_s: float) -> None:
-        """Say that this process works on the job, under this name; again at least every `LEASE_S`."""
+    def join(self, worker: str, *, now_s: float, alone: bool = False) -> None:
+        """Say that this process works on the job, under this name; again at least every `LEASE_S`. `alone`: raises
+        `JobBroken` while another worker is alive."""
         with _transaction(self.folder, write=True) as db:
+            if alone and (others := _workers(db, now_s=now_s)):
+                raise JobBroken(f"another process is tuning the live service of this job ({', '.join(others)})")
             own = _PRESENCE.dump_json(Presence.own(now_s=now_s)).decode()
             db.execute("INSERT OR REPLACE INTO worker VALUES (?, ?)", (worker, own))
 
@@ -211,8 +214,7 @@ class JobStore:
     def workers(self, *, now_s: float) -> tuple[str, ...]:
         """Return the workers that are alive, in order of their names."""
         with _transaction(self.folder) as db:
-            rows = db.execute("SELECT name, presence FROM worker ORDER BY name").fetchall()
-            return tuple(name for name, text in rows if _PRESENCE.validate_json(text).holds(now_s=now_s))
+            return _workers(db, now_s=now_s)
 
     # ---- the job -----------------------------------------------------------------------------------------------------
 
@@ -283,6 +285,11 @@ def _write_facts(db: sqlite3.Connection, facts: JobFacts) -> None:
 
 def _records(db: sqlite3.Connection) -> tuple[Record, ...]:
     return tuple(_record(text) for (text,) in db.execute("SELECT record FROM measurement ORDER BY number"))
+
+
+def _workers(db: sqlite3.Connection, *, now_s: float) -> tuple[str, ...]:
+    rows = db.execute("SELECT name, presence FROM worker ORDER BY name")
+    return tuple(name for name, text in rows if _PRESENCE.validate_json(text).holds(now_s=now_s))
 
 
 @lru_cache(maxsize=4096)

@@ -412,6 +412,17 @@ def test_a_live_service_is_tuned_by_one_process_at_a_time(tmp_path):
     assert run_directly(tmp_path, spec).phase == "finished"
 
 
+def test_of_two_that_come_to_a_live_service_at_once_one_goes_on(tmp_path, monkeypatch):
+    """Also if nobody was there yet when the second looked: who is there is decided as he joins."""
+    spec = job(target={"live": {"guard": ["p99_ms <= 900"]}})
+    store = JobStore.open_or_create(tmp_path, spec)
+    store.join("first", now_s=time.time())
+    monkeypatch.setattr(JobStore, "workers", lambda *_, **__: ())
+    with pytest.raises(JobBroken, match=r"another process is tuning the live service of this job \(first\)"):
+        run_directly(tmp_path, spec)
+    assert store.records() == ()
+
+
 def test_a_live_service_is_left_with_the_best_configuration(tmp_path):
     """Where the job asks for it; otherwise as it was (test_tune_live.py)."""
     state = run_directly(tmp_path, job(target={"live": {"guard": ["p99_ms <= 900"], "leave": "best"}}))
