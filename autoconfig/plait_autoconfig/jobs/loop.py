@@ -236,20 +236,20 @@ class _JobWorker:
 
     def _measure(self, record: Record) -> None:
         shown = ", ".join(f"{name} = {value}" for name, value in record.config.items())
-        self._say("trial_started", f"{record.kind}: {shown}", record.number)
-        before = [each for each in self._store.records() if each.number < record.number]
-        task = MeasurementTask(
-            number=record.number,
-            kind=record.kind,
-            config=record.config,
-            seed=record.claim.seed,
-            limit_s=self._spec.trial_limit_s,
-            folder=self._store.artefacts(record.number),
-            expected_per_s=expected_per_s(self._spec, before, record.config),
-            to_beat=to_beat(self._spec, before, record.kind),
-            rate_per_s=record.claim.rate_per_s,
-        )
         try:
+            self._say("trial_started", f"{record.kind}: {shown}", record.number)
+            before = [each for each in self._store.records() if each.number < record.number]
+            task = MeasurementTask(
+                number=record.number,
+                kind=record.kind,
+                config=record.config,
+                seed=record.claim.seed,
+                limit_s=self._spec.trial_limit_s,
+                folder=self._store.artefacts(record.number),
+                expected_per_s=expected_per_s(self._spec, before, record.config),
+                to_beat=to_beat(self._spec, before, record.kind),
+                rate_per_s=record.claim.rate_per_s,
+            )
             measured = self._runner.measure(
                 task, lambda text: self._say("trial_progress", text, record.number), self._tick
             )

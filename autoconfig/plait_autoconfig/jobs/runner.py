@@ -63,7 +63,10 @@ class ChildRunner:
     def check(self, tick: Tick = lambda: None) -> TuningSubject:
         """Start a process, make the measurer in it and have it check the job as in `Measurer.check`. Raises
         `JobRefused`, or `JobBroken` if the measurer cannot be made."""
-        self._spawn()
+        try:
+            self._spawn()
+        except OSError as error:
+            raise JobBroken(f"the measurer could not be started: {error}") from error
         source, spec = self._source, self._spec.model_dump_json()
         check = ("check", source.factory, self._folder, dict(source.arguments), spec)
         try:

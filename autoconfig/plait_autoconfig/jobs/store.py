@@ -179,7 +179,8 @@ class JobStore:
     def artefacts(self, number: int) -> Path:
         """Create and return the folder of a measurement."""
         folder = self.folder / "trials" / f"{number:04d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        with _translated(self.folder):
+            folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _copy(self) -> None:

@@ -398,6 +398,25 @@ def test_a_reference_that_can_not_be_measured_ends_the_job(tmp_path):
     assert len(read_state(JobStore.open(tmp_path)).rows) == 1
 
 
+@pytest.mark.parametrize("name", ["trials", "logs"])
+def test_a_folder_that_cannot_be_made_ends_the_job_and_is_no_death(tmp_path, name):
+    """As on a full disk: a sentence with the folder, in the job's state, too. What was begun is lost for that reason;
+    the next run goes on, however often that happened."""
+    folder = tmp_path / name
+    folder.write_text("")
+    spec = job()
+    for _ in range(MAX_LOST + 1):
+        with pytest.raises(JobBroken, match=str(folder)) as caught:
+            if name == "trials":
+                run_directly(tmp_path, spec)
+            else:
+                run_job(JobStore.open_or_create(tmp_path, spec), fake_source())
+        assert JobStore.open(tmp_path).facts().failure == str(caught.value)
+    assert all(str(folder) in record.lost for record in JobStore.open(tmp_path).records())
+    folder.unlink()
+    assert run_directly(tmp_path, spec).phase == "finished"
+
+
 def test_a_live_service_is_tuned_by_one_process_at_a_time(tmp_path):
     """The second is told who holds it, and the job goes on for the first as if nobody had come; afterwards it is
     free."""
