@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
+import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -300,6 +302,31 @@ def test_an_idle_connection_that_closes_is_forgotten(server):
     """Its place is free again: with room for one connection the next request gets a new one."""
     ends = ask(server.url, "/closes", "/until-close", "/babbles", "/ok", room=1, pause_s=0.05).ends
     assert [end.outcome for end in ends] == [RequestOutcome.OK] * 4
+
+
+def test_a_connection_that_is_ended_at_once_is_its_requests_error():
+    """Also if that comes before the request could be sent: nothing else breaks, and the next one has a connection of
+    its own."""
+
+    class Slow(Dialler):
+        async def dial(self, factory):
+            opened = await super().dial(factory)
+            await asyncio.sleep(0.1)  # as if the server's end came in the same moment
+            return opened
+
+    def end_each():
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=end_each, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        ends = ask(url, "/ok", "/ok", room=1, dialler=Slow(place_of(url), LoadTarget(url=url))).ends
+        listener.shutdown(socket.SHUT_RDWR)
+    assert [(end.outcome, end.why) for end in ends] == [
+        (RequestOutcome.RESET, "the connection ended before the request was sent")
+    ] * 2
 
 
 def test_requests_wait_for_room_in_order(server):

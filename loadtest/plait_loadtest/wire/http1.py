@@ -69,6 +69,11 @@ class HttpConnection(asyncio.Protocol):
         """The payload received, as far as it is kept."""
         return b"".join(self._pieces)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether neither side has ended it."""
+        return self._transport is not None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport (asyncio.Protocol)."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by name

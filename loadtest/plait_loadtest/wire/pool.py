@@ -193,6 +193,8 @@ class ConnectionPool:
 
     async def _open_one(self, job: SendJob | None, sent_ns: int) -> None:
         opened = await self._dial(self._connection)
+        if isinstance(opened, HttpConnection) and not opened.is_open:  # the server ended it at once
+            opened = Failure(RequestOutcome.RESET, "the connection ended before the request was sent")
         if job is None:
             self._opening -= 1
             job = self._waiting.popleft() if self._waiting else None
