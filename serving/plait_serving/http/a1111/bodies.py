@@ -38,6 +38,8 @@ _DRAWS_NOISE = (Scheduler.EULER_A, Scheduler.DPMPP_SDE, Scheduler.DPMPP_2M_SDE)
 """Samplers whose `eta` is 1 here, as it is in A1111 unless a request says otherwise."""
 _BALANCED = ("Balanced", 0, None)
 _NO_MODULE = ("none", "None", "", None)
+_IMAGES = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR")
+"""What an image begins with as a text: a data URL, or base64 of a PNG, JPEG or WebP."""
 
 
 class Txt2Img(BaseModel):
@@ -200,8 +202,9 @@ def _controls(scripts: Mapping[str, Any], image: str | None) -> list[dict[str, A
 
 def _is_on(args: list[Any]) -> bool:
     """Return whether a script with these arguments runs: by A1111's custom the first is the switch, or has it. Before
-    it may be an image, which is null while there is none (ReActor)."""
-    first = next((each for each in args if each is not None), None)
+    it may be an image, or null where none is chosen (ReActor)."""
+    others = (None if isinstance(each, str) and each.startswith(_IMAGES) else each for each in args)
+    first = next((each for each in others if each is not None), None)
     return (first.get("enabled", first.get("enable")) if isinstance(first, Mapping) else first) is not False
 
 

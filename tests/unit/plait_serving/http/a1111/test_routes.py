@@ -164,6 +164,8 @@ def of_unit(**unit):
         ({"alwayson_scripts": {"ADetailer": {"args": [{"ad_model": "face"}]}}}, 400, "ADetailer"),
         ({"alwayson_scripts": {"Seed": {"args": [7, False]}, "Refiner": {"args": [False, "", 0.8]}}}, 400, "Seed"),
         ({"alwayson_scripts": {"ReActor": {"args": [None, True, "0"]}}}, 400, "ReActor"),
+        ({"alwayson_scripts": {"ReActor": {"args": [b64(png()), True, "0"]}}}, 400, "ReActor"),
+        ({"alwayson_scripts": {"Modes": {"args": ["iVory", False]}}}, 400, "Modes"),
         ({"sampler_name": "DPM2"}, 400, "sampler_name"),
         ({"scheduler": "sgm_uniform"}, 400, "scheduler"),
         ({"sampler_name": "Euler a", "eta": 0.5}, 400, "eta"),
@@ -308,6 +310,9 @@ def test_scripts_that_are_off_change_nothing(client, service):
         "Mine": {"enabled": False, "x": 1}, "Hypertile": [], "Extra options": None, "Comments": [None, ""],
         "ControlNet": [{"enabled": False, "model": "edges"}],
     }  # fmt: skip
+    faces = {kind: b64(saved(Image.new("RGB", (8, 8)), kind)) for kind in ("PNG", "JPEG", "WEBP")}
+    faces["URL"] = f"data:image/png;base64,{faces['PNG']}"
+    off |= {f"reactor of {kind}": [face, *off["reactor"][1:]] for kind, face in faces.items()}
     scripts = {name: {"args": args} for name, args in off.items()}
     assert client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "alwayson_scripts": scripts}).is_success
     assert service.submitted[-1].controlnets == ()
