@@ -18,6 +18,7 @@ from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
+from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from plait_autoconfig.errors import LibraryError
@@ -71,7 +72,7 @@ class LibraryStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             if _is_journal(path):
                 _convert(path)
-            return cls(RDBStorage(f"sqlite:///{path}"), str(location))
+            return cls(_sqlite(path), str(location))
 
     def add(self, run: LibraryRun) -> int:
         """Store a run, or those of its trials (by number) that are not stored yet; return how many these were."""
@@ -102,6 +103,10 @@ class LibraryStore:
         return study
 
 
+def _sqlite(path: Path) -> RDBStorage:
+    return RDBStorage(str(URL.create("sqlite", database=str(path))))  # quoted: `?` ends a path in a URL
+
+
 def _is_journal(path: Path) -> bool:
     """Return whether there is a file with something in it that is no SQLite database."""
     if not path.is_file():
@@ -119,7 +124,7 @@ def _convert(path: Path) -> None:
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # Optuna's, of a file that is no journal
         raise LibraryError(f"it is neither a database nor a journal: {error}") from error
     try:
-        converted = RDBStorage(f"sqlite:///{partial}")
+        converted = _sqlite(partial)
         with quiet():
             for name in optuna.get_all_study_names(journal):
                 optuna.copy_study(from_study_name=name, from_storage=journal, to_storage=converted)

@@ -101,6 +101,17 @@ def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
     assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
 
 
+@pytest.mark.parametrize("folder", ["a?b", "a%3Fb#{c}", "a?uri=true&mode=ro"])
+def test_a_path_is_no_url(tmp_path: Path, folder: str):
+    """What would mean something in the URL that Optuna wants is part of the path, and no other file is written to."""
+    place = tmp_path / folder
+    store = LibraryStore.open(place / "library.db")
+    assert store.add(RUN) == 3
+    assert LibraryStore.open(earlier(place)).runs() == (RUN, OTHER)
+    assert sorted(each.name for each in place.iterdir()) == ["library.db", "past.log"]
+    assert [each.name for each in tmp_path.iterdir()] == [folder]
+
+
 def test_a_journal_that_cannot_be_converted_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A full disk: every later job would leave another half file on it."""
     path = earlier(tmp_path)
