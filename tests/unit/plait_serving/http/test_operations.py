@@ -364,6 +364,16 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(service, chunk
     assert client.post(URL, content=body, headers=JSON).status_code in (200, 400)
 
 
+def test_an_admins_route_reads_no_more_values_from_anybody():
+    """A body is parsed before its key's role is asked for, and an update is no tensor, whose route has other limits."""
+    client = make_ranking_client(settings=HttpSettings(api_keys=(USER,)))
+    headers = {**JSON, "authorization": "Bearer sk-user"}
+    body = b'{"parameters": [' + b"[]," * MAX_JSON_VALUES
+    answer = client.post("/v2/repository/models/picks/load", content=body, headers=headers)
+    assert (answer.status_code, "300,000 values" in answer.json()["error"]) == (413, True)
+    assert client.post(INFER, content=body, headers=headers).status_code == 400
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/nope"])
 def test_a_long_query_is_refused_before_it_is_taken_apart(client, path):
     """No route takes more than a number."""
