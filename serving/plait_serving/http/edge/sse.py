@@ -59,7 +59,9 @@ class EventStream(Response):
             await self._chunks.aclose()
 
     async def _send_all(self, send: Send) -> None:
+        chunk = await anext(self._chunks, None)  # before the client can leave: only what has begun cleans up
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._chunks:
+        while chunk is not None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            chunk = await anext(self._chunks, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

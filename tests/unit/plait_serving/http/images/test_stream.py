@@ -107,3 +107,23 @@ async def test_a_read_that_times_out_loses_nothing_and_closing_ends_the_generato
     for _ in range(2):
         await feed.aclose()
         assert events.closed == 1
+
+
+async def test_who_leaves_before_the_first_byte_ends_what_would_be_streamed():
+    """A client that reads nothing, so that not even the status can be sent, and then hangs up."""
+    closed = []
+
+    async def chunks():
+        try:
+            yield sse.PING
+        finally:
+            closed.append(True)
+
+    async def nothing_is_read(_):
+        await asyncio.Event().wait()
+
+    async def hung_up():
+        return {"type": "http.disconnect"}
+
+    await sse.EventStream(chunks())({"type": "http"}, hung_up, nothing_is_read)
+    assert closed == [True]
