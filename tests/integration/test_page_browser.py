@@ -33,6 +33,7 @@ from plait_serving.starter.words import image_words
 from support.app_server import AppServer
 from support.browser import needs_browser, window
 from support.http_app import b64, png
+from support.http_rank import arrays, as_json
 from support.keys import api_key
 from support.names import ODD_NAMES
 from support.waiting import wait_for
@@ -410,6 +411,36 @@ def test_what_a1111_was_asked_for_and_is_not_done_here_is_said(window, tmp_path)
         assert (made.prompt.strip(), made.negative_prompt, made.clip_skip) == ("(frog:1.2) face", "blur", 1)
         assert (made.prompt_syntax, made.scheduler, made.sigmas) == ("a1111", "dpmpp_2m", "karras")
         assert [(ref.name, ref.scale) for ref in made.loras] == [("noto", 0.8)]
+
+
+def test_numbers_keep_all_their_digits(window, tmp_path):
+    """JavaScript's own end at 2**53. A longer seed is not restored, and none is counted up to; a ranking's request is
+    sent as it was typed."""
+    info = PngInfo()
+    info.add_text("parameters", f"frog\nSteps: 9, Sampler: Euler, CFG scale: 6, Seed: {2**53 + 1}, Size: 24x16")
+    Image.new("RGB", (24, 16)).save(tmp_path / "long.png", pnginfo=info)
+    with Desk(window) as desk:
+        page = desk.ready()
+        page.fill("#seed", "7")
+        page.type("#restore", str(tmp_path / "long.png"))
+        page.wait(f"return document.querySelector('#messages').innerText.includes('but for Seed ({2**53 + 1})')")
+        assert (page.run(VALUE, "#seed"), page.run(VALUE, "#steps")) == ("7", "9")
+        most = int(page.run("return document.querySelector('#n').max"))
+        page.fill("#n", str(most))
+        page.fill("#seed", str(2**53 - most + 1))
+        page.click("#generate")
+        assert page.run("return document.querySelector('#seed').validity.rangeOverflow")
+        assert desk.service.submitted == []
+        page.fill("#seed", str(2**53 - most))
+        page.click("#generate")
+        page.wait(MADE, most)
+        assert {request.seed for request in desk.service.submitted} == set(range(2**53 - most, 2**53))
+        page.click("#tab-rank")
+        page.wait("return document.querySelector('#rank-raw')?.value")
+        asked = as_json({**arrays(), "person": [2**53 + 3]})
+        page.run("document.querySelector('#rank-raw').value = args[0]", json.dumps(asked))
+        page.click("#rank-inputs .primary")
+        page.wait(f"return document.querySelector('#messages').innerText.includes('person: id {2**53 + 3} at')")
 
 
 def test_names_of_files_are_chosen_and_restored_as_they_are(window, tmp_path):

@@ -68,9 +68,11 @@ export async function getJson(path) {
   return (await request(path)).json();
 }
 
+/** Post a body, or the text of one, whose numbers may have more digits than JavaScript's. */
 export async function postJson(path, body, options = {}) {
   const headers = { "content-type": "application/json" };
-  return (await request(path, { method: "POST", body: JSON.stringify(body), headers, ...options })).json();
+  const text = typeof body === "string" ? body : JSON.stringify(body);
+  return (await request(path, { method: "POST", body: text, headers, ...options })).json();
 }
 
 /** Like `getJson`, for what can be asked again later: gives up at once. */

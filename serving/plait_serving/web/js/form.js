@@ -69,6 +69,7 @@ export class Form {
     h("span", { style: { "aspect-ratio": size.replace("x", " / ") } }), name)));
     this.setSize(model.default_size);
     byId("n").max = limits.max_images ?? 10;
+    byId("seed").max = Number.MAX_SAFE_INTEGER + 1 - byId("n").max; // image i uses seed + i, to the last digit
     this.prompt.know(this.words[model.base ?? model.id]?.concepts ?? []);
     const fitting = this.controlnets.filter(({ id }) => model.controlnets?.includes(id) ?? true);
     byId("controlnets-part").hidden = fitting.length === 0;

@@ -73,7 +73,7 @@ function numbersOf(pairs, { scheduler_names: schedulers, controls }, lost) {
   for (const key of ABOUT) pairs.delete(key);
   take("Steps", "num_inference_steps", Number);
   take("CFG scale", "guidance_scale", Number);
-  take("Seed", "seed", Number);
+  if (Number.isSafeInteger(Number(pairs.get("Seed")))) take("Seed", "seed", Number); // a longer one would lose digits
   take("Size", "size", String);
   take("Model", "model", String);
   if (pairs.has("Denoising strength") && ![...pairs.keys()].some((key) => key.startsWith("Hires "))) {

@@ -23,7 +23,7 @@ export class RawRank {
 
   async ask() {
     try {
-      const answer = await postJson(`v2/models/${encodeURIComponent(this.model.id)}/infer`, JSON.parse(this.text.value));
+      const answer = await postJson(`v2/models/${encodeURIComponent(this.model.id)}/infer`, this.text.value);
       this.answer.textContent = JSON.stringify(answer, null, 1);
     } catch (error) {
       say(error.message, "error");
