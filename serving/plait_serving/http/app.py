@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
@@ -92,6 +92,12 @@ class _App(FastAPI):
                 self.openapi_schema = None
         document.complete(schema, examples, names)
         return schema
+
+    @cached_property
+    def operations(self) -> Mapping[str, tuple[str, ...]]:
+        """The methods of each path of the schema, whatever models have told: whoever asks for paths that are none must
+        not have a schema built each time."""
+        return {path: tuple(methods) for path, methods in self.openapi()["paths"].items()}
 
 
 def create_app(
@@ -181,7 +187,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, BodyRefused):
         return wire_error(error.error).response(request.url.path)
     where = f"{request.method} {request.url.path}"
-    routes = request.app.openapi()["paths"] if error.status_code in (404, 405) else {}
+    routes = request.app.operations if error.status_code in (404, 405) else {}
     taken = f"; it takes {', '.join(routes[request.url.path]).upper()}" if request.url.path in routes else ""
     key = ""
     if request.url.path.startswith("/sdapi/") and not request.app.state.context.settings.a1111_api:
