@@ -30,6 +30,9 @@ _LONGEST_CALL_S = 60.0
 _IDLE_S = 900.0
 """An actor that has been idle for this long exits; the next request starts another."""
 
+_AFTER_ERROR_S = 10.0
+"""Until the queue is looked at again: a log that grows faster fills a disk that is nearly full."""
+
 
 class TuningActor:
     """The job queue and the thread that works on it."""
@@ -53,6 +56,7 @@ class TuningActor:
                     self._asked_s = time.monotonic()
             except Exception:  # a full disk; the next round may be luckier
                 _log.exception("working on a tuning job")
+                time.sleep(_AFTER_ERROR_S)
             time.sleep(0.2)
         ray.kill(self._me, no_restart=True)
 
