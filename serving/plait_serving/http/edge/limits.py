@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -39,8 +40,8 @@ MAX_FORM_PARTS = 16_384
 _LARGE_BYTES = 8 << 20
 """A heap keeps the pieces of larger ones: some 600 MB of twelve of 59 MB."""
 
-_OTHER_LIMITS = ("/v2/", "/infer")
-"""With what paths begin and end whose bodies may be binary, and have limits of their own."""
+_OTHER_LIMITS = re.compile("/v2/.*/infer")
+"""Bodies there may be binary, and have limits of their own."""
 
 _FORMS = "/v1/images/edits"
 """Bodies there may be forms, which hold files, and whose fields have limits of their own."""
@@ -85,8 +86,7 @@ class BodyLimitMiddleware:
         received = values = 0
         headers = Headers(scope=scope)
         is_form = scope["path"] == _FORMS and headers.get("content-type", "").lower().startswith("multipart/")
-        begins, ends = _OTHER_LIMITS
-        counts_values = not (scope["path"].startswith(begins) and scope["path"].endswith(ends))
+        counts_values = _OTHER_LIMITS.fullmatch(scope["path"]) is None
         marks, max_marks = ((b"\r\n--",), MAX_FORM_PARTS) if is_form else ((b",", b"[", b"{"), MAX_JSON_VALUES)
         encoding = headers.get("content-encoding", "identity")
         if counts_values and encoding.strip().lower() != "identity":

@@ -117,4 +117,4 @@ def test_outcomes_for_a_closed_loop_are_dropped() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(ask_and_leave())
-    deliver_from_a_thread(ranker, [(core.jobs.pop(), answer(0))])
+    ranker.deliver([(core.jobs.pop(), answer(0))])
